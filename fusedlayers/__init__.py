@@ -1,0 +1,16 @@
+"""Faster, lighter PyTorch models with one line: `model = fusedlayers.patch_model(model)`."""
+
+from . import activations as _activations
+from . import functional
+from .activations import Activation
+from .settings import settings
+
+__version__ = "0.1.0"
+
+
+def activations() -> list[str]:
+    """Names of all registered activations."""
+    return _activations.names()
+
+
+__all__ = ["Activation", "activations", "functional", "settings"]

@@ -1,0 +1,44 @@
+"""Triton kernels. No autograd and no `nn.Module` here: one file a family, one launcher (`launch.py`).
+
+Nothing in this package is imported until a call takes the Triton route, so the library imports where Triton is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from types import ModuleType
+
+
+class KernelError(RuntimeError):
+    """A kernel could not be built or launched here (no compiler, too little shared memory, ...)."""
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why Triton cannot be used in this process; `None` when it can be imported."""
+    try:
+        importlib.import_module("triton.language")
+    except Exception as error:  # a broken install raises more than ImportError
+        return f"Triton cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU. Read by Triton itself when it is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+@functools.cache
+def load(family: str) -> ModuleType:
+    """The kernel module of one family, imported on first use."""
+    return importlib.import_module(f"{__name__}.{family}")
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,42 @@
+"""The second stage of every two-stage reduction: partial sums, one row a block, added up in a fixed order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import cdiv, next_power_of_2
+from .launch import launch
+
+
+@triton.jit
+def sum_partials(partial_ptr, first_ptr, second_ptr, K, N, FROM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+    """`partial_ptr` (2, K, N) -> `first_ptr` (N,), `second_ptr` (N,), each in its own dtype, from output `FROM` on.
+
+    Blocks (cdiv(N, BN), outputs). Reads 2*K*N elements of the compute dtype, writes 2*N.
+    """
+    which = tl.program_id(1) + FROM
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    in_n = n < N
+    base = partial_ptr + which.to(tl.int64) * K * N
+    total = tl.zeros((BK, BN), dtype=partial_ptr.dtype.element_ty)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        total += tl.load(
+            base + k.to(tl.int64)[:, None] * N + n[None, :], mask=(k < K)[:, None] & in_n[None, :], other=0.0
+        )
+    result = tl.sum(total, axis=0)
+    if which == 0:
+        tl.store(first_ptr + n, result.to(first_ptr.dtype.element_ty), mask=in_n)
+    else:
+        tl.store(second_ptr + n, result.to(second_ptr.dtype.element_ty), mask=in_n)
+
+
+def finish(partial: Tensor, first: Tensor, second: Tensor, need_first: bool, need_second: bool) -> None:
+    """Sums `partial` (2, K, N) over K into `first` (N,) and `second` (N,), those that are needed."""
+    _, K, N = partial.shape
+    which = 0 if need_first else 1
+    bn = min(next_power_of_2(N), 64)
+    bk = max(1, min(next_power_of_2(K), 2048 // bn))
+    launch(sum_partials, (cdiv(N, bn), need_first + need_second), partial, first, second, K, N, which, bk, bn)

@@ -1,0 +1,109 @@
+"""Which way a call runs: `"reference"` (plain PyTorch), `"library"` (vendor epilogue) or `"triton"`.
+
+Every op asks `pick` once per call. Whatever traces, transforms or intercepts a computation sees plain PyTorch ops.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import kernels
+from ..settings import settings
+
+_PLAIN = (Tensor, nn.Parameter)
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+is_compiling = torch.compiler.is_compiling
+_is_tracing = torch._C._get_tracing_state
+_functorch_active = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_forward_ad = torch.autograd.forward_ad
+
+failures: dict[str, str] = {}
+"""Ops whose kernel could not be built or launched in this process, and why; they run as reference from then on."""
+
+
+def intercepted() -> str | None:
+    """Who is looking at each torch op right now, if anyone: such calls take plain PyTorch ops."""
+    if is_compiling():
+        return "torch.compile or torch.export is tracing"
+    if _is_tracing() is not None:
+        return "torch.jit is tracing"
+    if _functorch_active():
+        return "a torch.func transform is active"
+    if _forward_ad._current_level >= 0:
+        return "forward-mode AD is active"
+    if _dispatch_modes() > 0:
+        return "a dispatch mode is active"
+    return None
+
+
+def obstacle(tensors: Sequence[Tensor | None]) -> str | None:
+    """Why these tensors cannot go to a kernel; `None` when they can."""
+    device = None
+    for t in tensors:
+        if t is None:
+            continue
+        if type(t) not in _PLAIN:
+            return f"{type(t).__name__} is a tensor subclass"
+        if t.dtype not in _FLOATS:
+            return f"{t.dtype} is not a float dtype the kernels take"
+        if t.layout != torch.strided or t.is_neg() or t.is_conj():
+            return f"layout {t.layout} is not dense"
+        if device is None:
+            device = t.device
+        elif t.device != device:
+            return f"tensors lie on {device} and {t.device}"
+    if device is None:
+        return "no tensor"
+    if device.type == "cpu":
+        return None if kernels.interpreted() else "the tensors lie on the CPU"
+    if device.type != "cuda":
+        return f"no kernels for {device.type}"
+    return "kernels are interpreted, on the CPU" if kernels.interpreted() else None
+
+
+def pick(
+    op: str,
+    tensors: Sequence[Tensor | None],
+    *,
+    plan: Callable[[], Any],
+    library: bool = False,
+    auto: Callable[[Any], str] | None = None,
+) -> tuple[str, Any]:
+    """The route of this call, and the plan its kernels need.
+
+    Args:
+        op: name of the op, for messages and for `failures`.
+        tensors: all tensor arguments (`None` entries are skipped).
+        plan: asked only where kernels could run; gives what they need to know, or a string: why they cannot.
+        library: whether the op has a vendor-library route.
+        auto: chooses among the routes for a plan where nothing is forced; default: `"triton"`.
+
+    Raises:
+        RuntimeError: the Triton route is forced and cannot run, with the reason.
+    """
+    wanted = settings.route
+    if wanted == "reference" or intercepted() is not None:
+        return "reference", None
+    found = obstacle(tensors) or failures.get(op) or kernels.unavailable() or plan()
+    if isinstance(found, str):
+        if wanted == "triton":
+            raise RuntimeError(f"{op}: route 'triton' was forced and cannot run: {found}")
+        return "reference", None
+    if wanted == "library":
+        return ("library" if library else "reference"), found
+    return ("triton" if wanted == "triton" or auto is None else auto(found)), found
+
+
+def failed(op: str, error: Exception) -> None:
+    """Records that an op's kernel cannot run here, warns once, and raises where the route was forced."""
+    if settings.route == "triton":
+        raise error
+    if op not in failures:
+        failures[op] = str(error)
+        warnings.warn(f"{op} runs as plain PyTorch from now on: {error}", RuntimeWarning, stacklevel=3)

@@ -1,0 +1,89 @@
+"""What a user may force, process-wide: the route, dropout's masks, measuring, and where measurements are cached."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+ROUTES = ("auto", "reference", "library", "triton")
+DROPOUTS = ("eager", "fast")
+
+
+def _default_cache() -> str:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return os.environ.get("FUSEDLAYERS_CACHE") or str(Path(base) / "fusedlayers")
+
+
+class _Restore:
+    """Puts the previous values back when the `with` block ends."""
+
+    def __init__(self, settings: Settings, before: dict[str, Any]):
+        self._settings, self._before = settings, before
+
+    def __enter__(self) -> Settings:
+        return self._settings
+
+    def __exit__(self, *exc: object) -> None:
+        self._settings.__dict__.update(self._before)
+
+
+class Settings:
+    """`fl.settings(route="reference")` sets; as a context manager it restores; `fl.settings.route` reads.
+
+    Process-wide, like `torch.backends`, so that the threads that run backward see it. Environment variables
+    (`FUSEDLAYERS_ROUTE`, `FUSEDLAYERS_DROPOUT`, `FUSEDLAYERS_AUTOTUNE`, `FUSEDLAYERS_CACHE`) give the defaults.
+
+    Attributes:
+        route: `"auto"`, `"reference"` (plain PyTorch), `"library"` (vendor epilogues) or `"triton"`. A forced route
+            raises where it cannot run.
+        dropout: `"eager"` draws the very mask `F.dropout` would have drawn; `"fast"` may draw its own.
+        autotune: whether a route may be chosen by measuring once on this device.
+        cache: folder where measurements are kept.
+    """
+
+    route: str
+    dropout: str
+    autotune: bool
+    cache: str
+
+    def __init__(self) -> None:
+        env = os.environ
+        self.__dict__.update(route="auto", dropout="eager", autotune=True, cache=_default_cache())
+        self._set(route=env.get("FUSEDLAYERS_ROUTE", "auto"), dropout=env.get("FUSEDLAYERS_DROPOUT", "eager"))
+        self._set(autotune=env.get("FUSEDLAYERS_AUTOTUNE", "1").lower() not in ("0", "false", "off"))
+
+    def __call__(self, **values: Any) -> _Restore:
+        before = {name: self.__dict__.get(name) for name in values}
+        self._set(**values)
+        return _Restore(self, before)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._set(**{name: value})
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            if name == "route":
+                _one_of(name, value, ROUTES)
+            elif name == "dropout":
+                _one_of(name, value, DROPOUTS)
+            elif name not in self.__dict__:
+                raise TypeError(
+                    f"settings() got an unknown setting {name!r} (known: {', '.join(sorted(self.__dict__))})"
+                )
+        if "autotune" in values:
+            values["autotune"] = bool(values["autotune"])
+        if "cache" in values:
+            values["cache"] = os.fspath(values["cache"])
+        self.__dict__.update(values)
+
+    def __repr__(self) -> str:
+        return "settings(" + ", ".join(f"{k}={v!r}" for k, v in self.__dict__.items()) + ")"
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+
+
+settings = Settings()
