@@ -1,0 +1,131 @@
+"""Walks a model and decides what every module's forward becomes, changing nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from . import rewrite
+from .filters import Filters
+from .guards import MARK, STATE, is_patched, original_class
+from .report import PatchReport, Record
+from .rewrite import Allow, Found, Rewritten
+from .rule import Rule
+from .shadow import Path
+
+
+@dataclass
+class Planned:
+    """One module, by its dotted name, and what becomes of it."""
+
+    name: str
+    module: nn.Module
+    rewritten: Rewritten
+
+
+def one(module: nn.Module, rules: Sequence[Rule], allow: Allow) -> Rewritten | None:
+    """What the rules make of one module; None for a bare layer that no rule names or a module without a forward."""
+    cls = original_class(module)
+    if cls.forward is nn.Module.forward or _foreign(module):
+        return None
+    whole = rewrite.replace_whole(module, cls, rules, allow)
+    if whole is not None and (whole.fused or not module._modules):
+        return whole
+    if not any(child is not None for child in module._modules.values()):
+        return whole
+    found = rewrite.rewrite(module, cls, rules, allow)
+    if whole is not None:
+        found.found[:0] = whole.found
+    return found
+
+
+def _foreign(module: nn.Module) -> bool:
+    """Modules whose forward is not a method of a class to subclass."""
+    return isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)) or "forward" in module.__dict__
+
+
+def plan(model: nn.Module, rules: Sequence[Rule], filters: Filters, only: Callable[[str, str], str | None] | None = None) -> Iterator[Planned]:
+    """What becomes of each module of `model` that is not yet patched: containers first, then bare layers left over.
+
+    `only(name, rule)` may give a reason to leave out a site, by its dotted name.
+    """
+    swallowed: set[int] = set()
+    bare: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        if is_patched(module) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            continue
+        if not any(child is not None for child in module._modules.values()):
+            bare.append((name, module))
+            continue
+        rewritten = one(module, rules, _allow(name, filters, only))
+        if rewritten is not None:
+            for path in rewritten.touched:
+                if path:
+                    swallowed.add(id(module.get_submodule(".".join(path))))
+            yield Planned(name, module, rewritten)
+    targeting = [r for r in rules if r.target is not None]
+    for name, module in bare:
+        if name and id(module) not in swallowed:
+            rewritten = one(module, targeting, _allow(name, filters, only))
+            if rewritten is not None:
+                yield Planned(name, module, rewritten)
+
+
+def _allow(container: str, filters: Filters, only: Callable[[str, str], str | None] | None) -> Allow:
+    def allow(members: tuple[Path, ...], rule: str) -> str | None:
+        names = [_dotted(container, path) for path in members]
+        return filters.reason(names[0], names) or (only(names[0], rule) if only is not None else None)
+
+    return allow
+
+
+def _dotted(container: str, path: Path) -> str:
+    return ".".join(filter(None, (container, *path)))
+
+
+def record(container: str, found: Found, overruled: str | None = None) -> Record:
+    names = tuple(_dotted(container, path) for path in found.members)
+    status, reason = (found.status, found.reason) if overruled is None else ("skipped", overruled)
+    return Record(names[0], found.rule, status, reason, names)
+
+
+def report(model: nn.Module, planned: Sequence[Planned]) -> PatchReport:
+    """The report of a model: patched modules as they are, the rest as `planned`."""
+    made = PatchReport(patched=any(is_patched(m) for m in model.modules()))
+    tensor = next(iter(model.parameters()), None)
+    made.device = str(tensor.device.type) if tensor is not None else "cpu"
+    made.precision = str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
+    made.dropouts = sum("drop" in type(m).__name__.lower() for m in model.modules())
+    by_module = {id(p.module): p for p in planned}
+    for name, module in model.named_modules():
+        if is_patched(module):
+            info = vars(type(module))[MARK]
+            for found in info.found:
+                made.add(record(name, found))
+            made.counts += info.counts
+            site = module.__dict__.get(STATE)
+            if site is not None and site.fallbacks:
+                made.fallbacks[name] = site.fallbacks.copy()
+        elif id(module) in by_module:
+            rewritten = by_module[id(module)].rewritten
+            counts = rewritten.counts
+            for found in rewritten.found:
+                left_out = found.status != "skipped" and made.patched
+                made.add(record(name, found, "left out when the model was patched" if left_out else None))
+            if made.patched:
+                counts.fused = dict.fromkeys(counts.fused, 0)
+            made.counts += counts
+    _drop_leaf_doubles(made)
+    return made
+
+
+def _drop_leaf_doubles(made: PatchReport) -> None:
+    """A bare layer swapped alone is no longer "with nothing to fuse it with" in its container."""
+    fused = {r.modules[0] for r in made.fused if len(r.modules) == 1}
+    doubled = [r for r in made.skipped if r.modules[0] in fused and len(r.modules) == 1 and not r.rule]
+    made.skipped = [r for r in made.skipped if r not in doubled]
+    made.counts.fused["norm"] += sum(r.reason.startswith("norm") for r in doubled)
+    made.counts.fused["activation"] += sum(r.reason.startswith("activation") for r in doubled)

@@ -1,0 +1,165 @@
+"""Puts rewritten forwards into a model by swapping classes, and takes them out again.
+
+The patched class is a subclass of the module's own, with the same name; nothing of the module itself changes but its
+`__class__` and one private entry of its `__dict__` (the site's name and fallback counts). Copies and pickles carry the
+original class and are patched again where they arrive, so that a file loads where this library's version differs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from . import guards, trace
+from .codegen import compile_source, generate
+from .guards import MARK, STATE, Site, is_patched
+from .rewrite import Found, Rewritten
+from .shadow import Untraceable
+
+
+@dataclass(frozen=True)
+class ClassInfo:
+    """What a patched class is made of."""
+
+    original: type
+    source: str
+    found: tuple[Found, ...]
+    rules: tuple[str, ...]
+    counts: Any
+    token: str
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClassInfo:
+        return self
+
+
+_classes: weakref.WeakValueDictionary[tuple[Any, ...], type] = weakref.WeakValueDictionary()
+_by_token: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+_process = f"{os.getpid()}-{uuid.uuid4().hex}"
+_numbers = itertools.count()
+
+
+def patched_class(original: type, rewritten: Rewritten, rules: Iterable[str]) -> type:
+    """The subclass of `original` with the rewritten forward; one class for all modules that come out the same.
+
+    Raises:
+        Untraceable: the class does not let itself be subclassed.
+    """
+    forward = trace.forward_of(original)
+    generated = generate(rewritten.signature, rewritten.variants)
+    key = (original, original.forward, generated.key, tuple(rewritten.found))
+    cls = _classes.get(key)
+    if cls is None:
+        number = next(_numbers)
+        extra = {
+            "_forward": forward.function,
+            "_original": original,
+            "_class_forward": original.forward,
+            "_note": guards.note,
+        }
+        scope = compile_source(generated, f"<fusedlayers {original.__qualname__} {number}>", extra)
+        made = scope["forward"]
+        for name in ("__module__", "__qualname__", "__doc__", "__annotations__"):
+            setattr(made, name, getattr(forward.function, name))
+        made.__kwdefaults__ = forward.function.__kwdefaults__
+        info = ClassInfo(
+            original, generated.source, tuple(rewritten.found), tuple(rules), rewritten.counts, f"{_process}-{number}"
+        )
+        namespace = {
+            "forward": forward.decorate(made),
+            "__reduce_ex__": _reduce_ex,
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            MARK: info,
+        }
+        try:
+            cls = type(original)(original.__name__, (original,), namespace)
+        except Exception as error:
+            raise Untraceable(f"{original.__qualname__} cannot be subclassed ({error})") from error
+        _classes[key] = _by_token[info.token] = cls
+    return cls
+
+
+def swap(module: nn.Module, cls: type, site: Site) -> None:
+    module.__class__ = cls
+    module.__dict__[STATE] = site
+
+
+def restore(module: nn.Module) -> None:
+    """Undoes `swap` where the module's class is ours and not something a later library put on top."""
+    if is_patched(module):
+        module.__class__ = vars(type(module))[MARK].original
+        module.__dict__.pop(STATE, None)
+
+
+# copying and pickling
+
+
+def _reduce_ex(self: nn.Module, protocol: int) -> Any:
+    cls = next(c for c in type(self).__mro__ if MARK in vars(c))
+    info: ClassInfo = vars(cls)[MARK]
+    reduced = super(cls, self).__reduce_ex__(protocol)
+    if type(self) is not cls or isinstance(reduced, str):
+        return reduced
+    make, args, state, *rest = (*reduced, None, None, None)[: max(3, len(reduced))]
+    args = tuple(info.original if a is cls else a for a in args)
+    site = self.__dict__.get(STATE)
+    if isinstance(state, dict):
+        state = {k: v for k, v in state.items() if k != STATE}
+    carried = (state, site, info.rules, tuple(f for f in info.found if f.status != "skipped"), info.token)
+    return (_revive, (make, args), carried, *rest)
+
+
+def _revive(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
+    """An empty module that patches itself when its state arrives."""
+    module = make(*args)
+    original = type(module)
+    module.__class__ = type(original)(original.__name__, (_Reviving, original), {"__module__": original.__module__})
+    return module
+
+
+class _Reviving:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keeps class hooks of the module's bases from seeing this passing stage."""
+
+    def __setstate__(self, carried: tuple[Any, ...]) -> None:
+        state, site, rules, found, token = carried
+        original = type(self).__bases__[1]
+        self.__class__ = original
+        if state is not None:
+            if hasattr(self, "__setstate__"):
+                self.__setstate__(state)
+            else:
+                self.__dict__.update(state)
+        if site is None:
+            return
+        known = _by_token.get(token)
+        if known is not None:
+            swap(self, known, site)
+        elif not repatch(self, site, rules, found):
+            warnings.warn(f"{site.name or 'the model'} ({original.__name__}) was loaded unpatched", stacklevel=3)
+
+
+def repatch(module: nn.Module, site: Site, rule_names: Iterable[str], found: Iterable[Found]) -> bool:
+    """Patches one module as it was where it was saved; False when its rules or its class no longer allow that."""
+    from . import analysis, rule
+
+    known = rule.rules()
+    chosen = [known[name] for name in rule_names if name in known]
+    wanted = {(f.rule, f.members) for f in found}
+    try:
+        rewritten = analysis.one(module, chosen, lambda members, name: None if (name, members) in wanted else "not saved so")
+        if rewritten is None or not rewritten.fused:
+            return False
+        swap(module, patched_class(type(module), rewritten, rule_names), site)
+    except Untraceable:
+        return False
+    return True

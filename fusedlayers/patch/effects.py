@@ -1,0 +1,114 @@
+"""What graph nodes do besides returning a value: which overwrite an argument, return one, or draw random numbers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import Node
+from torch.nn.modules import activation, batchnorm, conv, instancenorm, linear, normalization, pooling
+
+from ..activations import is_inplace, recognise
+from .guards import original_class
+
+_FRESH_MODULES = (linear.Linear, linear.Bilinear, conv._ConvNd, batchnorm._BatchNorm, instancenorm._InstanceNorm)
+_FRESH_MODULES += (normalization.LayerNorm, normalization.GroupNorm, nn.Embedding, pooling._AdaptiveAvgPoolNd)
+_FRESH_MODULES += (pooling._AvgPoolNd, pooling._MaxPoolNd) + ((nn.RMSNorm,) if hasattr(nn, "RMSNorm") else ())
+_ACTIVATIONS = tuple(c for c in vars(activation).values() if isinstance(c, type) and issubclass(c, nn.Module))
+_QUIET = (*_FRESH_MODULES, *_ACTIVATIONS, nn.Identity, nn.Flatten, nn.Sequential, nn.ModuleList)
+_ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.pow, operator.neg}
+_ARITHMETIC |= {torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.cat, torch.stack, F.linear, F.conv2d}
+_ARITHMETIC |= {F.layer_norm, F.group_norm, F.batch_norm, F.gelu, F.softmax, torch.bmm}
+_RANDOM = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu}
+_RANDOM_NAMES = ("rand", "dropout", "bernoulli", "normal", "uniform", "multinomial", "drop_path", "stochastic", "attention")
+
+
+def child(root: nn.Module, target: str) -> nn.Module | None:
+    """The module at a dotted path, or None."""
+    for name in target.split("."):
+        root = root._modules.get(name) if root is not None else None  # type: ignore[assignment]
+    return root
+
+
+def is_fresh(node: Node, root: nn.Module) -> bool:
+    """Whether the value is surely a new tensor that nothing else holds."""
+    if node.meta.get("fused"):
+        return True
+    if node.op == "call_module":
+        module = child(root, node.target)
+        if module is None or not original_class(module).__module__.startswith("torch.nn."):
+            return False
+        return isinstance(module, _FRESH_MODULES) or (isinstance(module, _ACTIVATIONS) and not is_inplace(module))
+    return node.op == "call_function" and node.target in _ARITHMETIC
+
+
+def overwrites(node: Node, root: nn.Module) -> list[Node]:
+    """Arguments that the node may change in place: surely, or because it is a module not known to leave them alone."""
+    inputs = node.all_input_nodes
+    if node.op == "call_module":
+        module = child(root, node.target)
+        return [] if module is not None and _is_quiet(module) else inputs
+    if node.op == "call_method":
+        inplace = node.target.endswith("_") and not node.target.endswith("__") or node.target == "__setitem__"
+        return inputs[:1] if inplace else []
+    if node.op != "call_function" or node.meta.get("fused"):
+        return []
+    name = getattr(node.target, "__name__", "")
+    if node.target is operator.setitem or (name.startswith("i") and getattr(operator, name, None) is node.target and _augmented(name)):
+        return inputs[:1]
+    if name.endswith("_") or node.kwargs.get("inplace") or "out" in node.kwargs:
+        return inputs
+    if recognise(node.target, node.args[1:], node.kwargs) is None and any(a is True for a in node.args[1:]):
+        return inputs  # may be a positional inplace=True
+    return []
+
+
+def _augmented(name: str) -> bool:
+    return name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
+
+
+def _is_quiet(module: nn.Module) -> bool:
+    """Known to change neither its inputs nor any generator."""
+    return all(
+        original_class(m).__module__.startswith("torch.nn.") and isinstance(m, _QUIET) and not is_inplace(m)
+        for m in module.modules()
+    )
+
+
+def is_random(node: Node, root: nn.Module) -> bool:
+    """Whether the node may draw from a generator."""
+    if node.op == "call_module":
+        module = child(root, node.target)
+        return module is None or not _is_quiet(module)
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        return node.target in _RANDOM or any(part in name for part in _RANDOM_NAMES)
+    return node.op == "call_method" and any(part in str(node.target) for part in _RANDOM_NAMES)
+
+
+def roots(node: Node, root: nn.Module) -> set[Node]:
+    """The values whose memory `node` may share."""
+    if is_fresh(node, root) or node.op in ("placeholder", "get_attr"):
+        return {node}
+    found: set[Node] = {node}
+    for used in node.all_input_nodes:
+        found |= roots(used, root)
+    return found
+
+
+def disturbed(operands: Iterable[Node], between: Iterable[Node], root: nn.Module) -> Node | None:
+    """The first node of `between` that may overwrite memory of one of `operands`."""
+    held: set[Any] = set()
+    for operand in operands:
+        held |= roots(operand, root)
+    for node in between:
+        for written in overwrites(node, root):
+            if roots(written, root) & held:
+                return node
+    return None
+
+

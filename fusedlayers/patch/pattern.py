@@ -1,0 +1,299 @@
+"""A small language for what a rule looks for in a container's graph.
+
+    act("act")(leaf("fc", nn.Linear)(value("x")))            # act(fc(x))
+    act("act")(add("sum")(leaf("bn", nn.BatchNorm2d)(value("x")), value("residual")))
+
+Every element is named; what it matched is the attribute of that name on the `Match` a rule gets: a graph value for
+`value`, a `Child` for `leaf`, an `Activation` for `act`. A match has the right shape; what else stands in the way of
+fusing (a subclass, a hook, another reader) is collected as `problems`, the reasons that `explain` shows.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from ..activations import Activation, is_inplace, recognise
+from . import effects
+from .codegen import Child
+from .guards import member_problem, original_class
+
+
+@dataclass(frozen=True)
+class State:
+    """What has been matched so far."""
+
+    module: nn.Module
+    bound: tuple[tuple[str, Any], ...] = ()
+    children: tuple[Child, ...] = ()
+    nodes: tuple[tuple[str, Node], ...] = ()
+    """Nodes that the fused op replaces, with the element that matched each."""
+    writes: tuple[tuple[Node, Node], ...] = ()
+    """In-place nodes among them, with the value each overwrites."""
+    problems: tuple[str, ...] = ()
+
+    def get(self, name: str) -> Any:
+        return next((value for known, value in self.bound if known == name), _UNBOUND)
+
+    def bind(self, name: str | None, value: Any) -> State | None:
+        """With `name` bound; None where it already is something else."""
+        if name is None:
+            return self
+        known = self.get(name)
+        if known is not _UNBOUND:
+            return self if known is value or known == value else None
+        return replace(self, bound=(*self.bound, (name, value)))
+
+    def take(self, name: str | None, node: Node) -> State:
+        return replace(self, nodes=(*self.nodes, (name or "", node)))
+
+    def problem(self, *reasons: str | None) -> State:
+        return replace(self, problems=(*self.problems, *(r for r in reasons if r)))
+
+
+_UNBOUND: Any = object()
+
+
+class Pattern:
+    """Base of all elements. Calling one gives it its inputs: `act("act")(x)`."""
+
+    def __init__(self, name: str | None = None):
+        self.name, self.inputs = name, ()
+
+    def __call__(self, *inputs: Pattern) -> Pattern:
+        called = copy.copy(self)
+        called.inputs = inputs
+        return called
+
+    def match(self, node: Any, state: State) -> Iterator[State]:
+        raise TypeError(f"{type(self).__name__} does not say what it matches")
+
+    def _follow(self, values: tuple[Any, ...], state: State, inputs: tuple[Pattern, ...] | None = None) -> Iterator[State]:
+        wanted = self.inputs if inputs is None else inputs
+        if not wanted:
+            yield state
+        elif len(values) == len(wanted):
+            for found in wanted[0].match(values[0], state):
+                yield from self._follow(values[1:], found, wanted[1:])
+
+
+class _Value(Pattern):
+    def match(self, node: Any, state: State) -> Iterator[State]:
+        if isinstance(node, Node):
+            found = state.bind(self.name, node)
+            if found is not None:
+                yield found
+
+
+class _Leaf(Pattern):
+    def __init__(self, name: str, *types: type | str, pins: tuple[str, ...] = (), stand_in: bool = False):
+        super().__init__(name)
+        self.types, self.pins, self.stand_in = types, pins, stand_in
+
+    def match(self, node: Any, state: State) -> Iterator[State]:
+        if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != len(self.inputs) or node.kwargs:
+            return
+        module = effects.child(state.module, node.target)
+        if module is None or not (self.stand_in or any(_is_a(module, t) for t in self.types)):
+            return
+        found = state.bind(self.name, Child(tuple(node.target.split(".")), module, self.pins))
+        if found is None:
+            return
+        cls = original_class(module)
+        if not any(_exactly(cls, t) for t in self.types):
+            wanted = " or ".join(t.rpartition(".")[2] if isinstance(t, str) else t.__name__ for t in self.types)
+            found = found.problem(f"{node.target} is a {cls.__module__}.{cls.__qualname__}, not exactly a {wanted}")
+        found = replace(found, children=(*found.children, found.get(self.name))).take(self.name, node)
+        yield from self._follow(node.args, found.problem(member_problem(module, node.target)))
+
+
+def _is_a(module: nn.Module, kind: type | str) -> bool:
+    return any(_exactly(cls, kind) for cls in type(module).__mro__)
+
+
+def _exactly(cls: type, kind: type | str) -> bool:
+    return f"{cls.__module__}.{cls.__qualname__}" == kind if isinstance(kind, str) else cls is kind
+
+
+class _Act(Pattern):
+    def match(self, node: Any, state: State) -> Iterator[State]:
+        seen = activation_of(node, state.module)
+        if seen is None:
+            return
+        activation, module, inplace = seen
+        found = state.bind(self.name, activation)
+        if found is None:
+            return
+        if module is not None:
+            settings = [k for k, v in vars(module).items() if not k.startswith("_") and k not in ("training", "inplace") and _is_setting(v)]
+            child = Child(tuple(node.target.split(".")), module, tuple(settings))
+            found = replace(found, children=(*found.children, child)).problem(member_problem(module, node.target))
+        if inplace:
+            found = replace(found, writes=(*found.writes, (node, node.args[0])))
+        yield from self._follow(node.args[:1], found.take(self.name, node))
+
+
+def _is_setting(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, type(None)))
+
+
+def activation_of(node: Any, root: nn.Module) -> tuple[Activation, nn.Module | None, bool] | None:
+    """The activation a node computes (identity excepted), its module if it is one, and whether it is in place."""
+    if not isinstance(node, Node) or not node.args or not isinstance(node.args[0], Node):
+        return None
+    if node.op == "call_module":
+        module = effects.child(root, node.target)
+        if module is None or len(node.args) != 1 or node.kwargs:
+            return None
+        found = recognise(module) if original_class(module) is type(module) else None
+        return None if found is None or found.name == "identity" else (found, module, is_inplace(module))
+    if node.op not in ("call_function", "call_method") or node.meta.get("fused"):
+        return None
+    rest, kwargs = node.args[1:], node.kwargs
+    found = recognise(node.target, rest, kwargs)
+    if found is None or found.name == "identity":
+        return None
+    return found, None, is_inplace(node.target, rest, kwargs)
+
+
+class _Call(Pattern):
+    """A call of one of several functions or tensor methods with exactly the inputs given."""
+
+    def __init__(self, name: str | None, functions: tuple[Callable[..., Any], ...], methods: tuple[str, ...], swap: bool = False):
+        super().__init__(name)
+        self.functions, self.methods, self.swap = functions, methods, swap
+
+    def match(self, node: Any, state: State) -> Iterator[State]:
+        if not isinstance(node, Node) or node.kwargs or len(node.args) != len(self.inputs) or node.meta.get("fused"):
+            return
+        wanted = self.functions if node.op == "call_function" else self.methods if node.op == "call_method" else ()
+        if node.target not in wanted:
+            return
+        found = state.bind(self.name, node)
+        if found is None:
+            return
+        found = found.take(self.name, node)
+        written = effects.overwrites(node, state.module)
+        if written:
+            found = replace(found, writes=(*found.writes, *((node, w) for w in written)))
+        yield from self._follow(node.args, found)
+        if self.swap and len(node.args) == 2:
+            yield from self._follow(node.args[::-1], found)
+
+
+class _Maybe(Pattern):
+    """The element, or its input directly (then its name is bound to None)."""
+
+    def __init__(self, element: Pattern):
+        super().__init__(element.name)
+        self.element = element
+
+    def match(self, node: Any, state: State) -> Iterator[State]:
+        yield from self.element(*self.inputs).match(node, state)
+        found = state.bind(self.name, None)
+        if found is not None:
+            yield from self.inputs[0].match(node, found)
+
+
+class _Either(Pattern):
+    def __init__(self, *choices: Pattern):
+        super().__init__()
+        self.choices = choices
+
+    def match(self, node: Any, state: State) -> Iterator[State]:
+        for choice in self.choices:
+            yield from (choice(*self.inputs) if self.inputs else choice).match(node, state)
+
+
+class _Item(Pattern):
+    """`input[index]`."""
+
+    def __init__(self, index: int):
+        super().__init__()
+        self.index = index
+
+    def match(self, node: Any, state: State) -> Iterator[State]:
+        if isinstance(node, Node) and node.target is operator.getitem and node.args[1] == self.index:
+            yield from self._follow(node.args[:1], state.take(None, node))
+
+
+class _Constant(Pattern):
+    def match(self, node: Any, state: State) -> Iterator[State]:
+        if not isinstance(node, Node):
+            found = state.bind(self.name, node)
+            if found is not None:
+                yield found
+
+
+class _Parameter(Pattern):
+    """A parameter or buffer read by the forward itself; bound to its graph value."""
+
+    def match(self, node: Any, state: State) -> Iterator[State]:
+        if isinstance(node, Node) and node.op == "get_attr":
+            found = state.bind(self.name, node)
+            if found is not None:
+                yield found
+
+
+def value(name: str | None = None) -> Pattern:
+    """Any graph value; the same name twice is the same value."""
+    return _Value(name)
+
+
+def constant(name: str | None = None) -> Pattern:
+    """A Python constant in the call."""
+    return _Constant(name)
+
+
+def parameter(name: str) -> Pattern:
+    """A parameter or buffer that the container's forward reads itself, such as `self.gamma`."""
+    return _Parameter(name)
+
+
+def leaf(name: str, *types: type | str, pins: tuple[str, ...] = (), stand_in: bool = False) -> Pattern:
+    """A call of a child whose type is exactly one of `types` (a string is a dotted class name of a library).
+
+    `pins` are settings a rule decides on in `check`; the fused path is then taken only while they are unchanged. With
+    `stand_in`, any other module in this place makes a near miss, so that a smaller rule's match reports as reduced.
+    """
+    return _Leaf(name, *types, pins=pins, stand_in=stand_in)
+
+
+def act(name: str = "act") -> Pattern:
+    """A registered activation in any form: module, function or method. Identity does not count."""
+    return _Act(name)
+
+
+def add(name: str | None = None) -> Pattern:
+    """`a + b` in any form and either order, in place or not."""
+    return _Call(name, (operator.add, operator.iadd, torch.add), ("add", "add_"), swap=True)
+
+
+def mul(name: str | None = None) -> Pattern:
+    """`a * b` in any form and either order."""
+    return _Call(name, (operator.mul, operator.imul, torch.mul), ("mul", "mul_"), swap=True)
+
+
+def call(name: str | None, *functions: Callable[..., Any] | str) -> Pattern:
+    """A call of one of `functions` (strings are tensor methods), with exactly the inputs given."""
+    methods = tuple(f for f in functions if isinstance(f, str))
+    return _Call(name, tuple(f for f in functions if not isinstance(f, str)), methods)
+
+
+def item(index: int) -> Pattern:
+    return _Item(index)
+
+
+def maybe(element: Pattern) -> Pattern:
+    return _Maybe(element)
+
+
+def either(*choices: Pattern) -> Pattern:
+    return _Either(*choices)

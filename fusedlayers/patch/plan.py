@@ -1,0 +1,50 @@
+"""A saved plan: which sites of a model are fused and by which route each runs, to be repeated exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+
+
+@dataclass
+class PatchPlan:
+    """Sites by dotted name with the rule that fuses each, and the route of those that have one of their own."""
+
+    sites: dict[str, list[str]] = field(default_factory=dict)
+    routes: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, source: PatchPlan | Mapping[str, Any] | str | os.PathLike[str]) -> PatchPlan:
+        """From a plan, its dict, or a path to its JSON.
+
+        Raises:
+            ValueError: not a plan, or one of a version this library does not know.
+        """
+        if isinstance(source, PatchPlan):
+            return source
+        data = source if isinstance(source, Mapping) else json.loads(Path(source).read_text(encoding="utf-8"))
+        if not isinstance(data, Mapping) or not isinstance(data.get("sites"), Mapping):
+            raise ValueError("a plan has 'sites': names of sites, each with the rules that fuse it")
+        if data.get("version") != VERSION:
+            raise ValueError(f"this plan has version {data.get('version')!r}; this library reads version {VERSION}")
+        sites = {str(name): [str(r) for r in rules] for name, rules in data["sites"].items()}
+        return cls(sites, {str(k): str(v) for k, v in data.get("routes", {}).items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"version": VERSION, "sites": self.sites, "routes": self.routes}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def reason(self, name: str, rule: str) -> str | None:
+        return None if rule in self.sites.get(name, ()) else "not in the plan"
+
+    def missing(self, fused: Mapping[str, set[str]]) -> list[str]:
+        """Sites of this plan that the model did not give."""
+        return [f"{n} ({r})" for n, rules in self.sites.items() for r in rules if r not in fused.get(n, set())]

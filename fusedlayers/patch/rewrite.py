@@ -1,0 +1,400 @@
+"""Applies rules to one module: its traces in, rewritten variants and a record of each site out.
+
+Larger patterns come first. What a rule matched but may not fuse is a near miss; if a later rule fuses a part of it,
+that part is reported as reduced, otherwise the near miss is the reason the site was skipped.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+from . import effects, trace
+from .codegen import Child, Variant
+from .pattern import State, _exactly, _is_a, activation_of
+from .rule import Call, Match, Rule
+from .shadow import Path, Untraceable
+from .trace import Trace
+
+Allow = Callable[[tuple[Path, ...], str], "str | None"]
+"""Given the members of a site and the rule's name, why filters leave it out; None when they do not."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One site in one module, members relative to it. `status` is fused, reduced or skipped."""
+
+    status: str
+    rule: str
+    members: tuple[Path, ...]
+    reason: str = ""
+    index: int = 0
+    """Which of several sites with the same members."""
+
+
+@dataclass
+class Counts:
+    """How many activations, norms and residual adds a module's forward holds, and how many of them are fused."""
+
+    total: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    fused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+
+    def __iadd__(self, other: Counts) -> Counts:
+        for kind in KINDS:
+            self.total[kind] += other.total[kind]
+            self.fused[kind] += other.fused[kind]
+        return self
+
+
+KINDS = ("activation", "norm", "residual")
+
+
+@dataclass
+class Rewritten:
+    variants: list[Variant]
+    found: list[Found]
+    counts: Counts
+    signature: inspect.Signature | None = None
+    touched: set[Path] = field(default_factory=set)
+    """Children that a fused op has swallowed in some variant."""
+
+    @property
+    def fused(self) -> bool:
+        return any(v.fused for v in self.variants)
+
+
+def rewrite(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Allow) -> Rewritten:
+    """Everything the pattern rules make of `module`'s own forward."""
+    variants: list[Variant] = []
+    found: dict[Found, None] = {}
+    touched: set[Path] = set()
+    counts: Counts | None = None
+    for traced in trace.traces(module, cls):
+        if traced.graph is None:
+            variants.append(Variant(traced.form, traced.training, refused=traced.refused))
+            continue
+        work = _Work(module, traced, rules, allow)
+        variants.append(work.variant())
+        found.update(dict.fromkeys(work.found))
+        touched |= work.touched
+        if counts is None or sum(work.counts.fused.values()) > sum(counts.fused.values()):
+            counts = work.counts
+    kept = _settle(found)
+    if counts is None:
+        counts = Counts()
+        for name, child in module._modules.items():
+            kind = None if child is None else _kind_of_module(child)
+            if kind is not None:
+                counts.total[kind] += 1
+                kept.append(Found("skipped", "", ((name,),), variants[0].refused or "forward cannot be traced"))
+    try:
+        signature = inspect.signature(trace.forward_of(cls).function)
+    except Untraceable:
+        signature = None
+    return Rewritten(_merged(variants), kept, counts, signature, touched)
+
+
+def replace_whole(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Allow) -> Rewritten | None:
+    """What the first `target` rule that fits makes of the module's whole forward; None when no rule names its class."""
+    found: list[Found] = []
+    for rule in rules:
+        if not any(_is_a(module, kind) for kind in rule.targets):
+            continue
+        exact = any(_exactly(cls, kind) for kind in rule.targets)
+        try:
+            forward = trace.forward_of(cls)
+            reason = None if exact else f"{cls.__qualname__} is a subclass with a forward of its own to respect"
+        except Untraceable as untraceable:
+            reason = str(untraceable)
+        reason = reason or _self_problem(module) or allow(((),), rule.name)
+        made: Call | str
+        if reason is None:
+            signature = inspect.signature(forward.function)
+            graph, form, inputs = Graph(), {}, {}
+            for parameter in list(signature.parameters.values())[1:]:
+                if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                    form[parameter.name] = trace.EMPTY
+                elif parameter.default is parameter.empty:
+                    inputs[parameter.name] = graph.placeholder(parameter.name)
+                else:
+                    form[parameter.name] = trace.Exactly(parameter.default)
+            match = Match(module, State(module), module.training, inputs)
+            made = _made(rule, match)
+        else:
+            made = reason
+        if not isinstance(made, Call):
+            found.append(Found("skipped", rule.name, ((),), made))
+            continue
+        node = graph.call_function(made.op, made.args, made.kwargs)
+        graph.output(node)
+        members = _children(made, match)
+        variant = Variant(form, None, graph, (), members, fused=True)
+        counts = Counts()
+        found.append(Found("fused", rule.name, tuple(dict.fromkeys(((), *(c.path for c in members))))))
+        return Rewritten([variant], found, counts, signature, {c.path for c in members})
+    return Rewritten([], found, Counts()) if found else None
+
+
+def _made(rule: Rule, match: Match) -> Call | str:
+    """What the rule puts in place of the match, or why it does not. A rule that fails is a reason, not a crash."""
+    try:
+        return rule.check(match) or rule.fuse(match)
+    except Exception as error:
+        return f"rule {rule.name} failed ({type(error).__name__}: {error})"
+
+
+def _self_problem(module: nn.Module) -> str | None:
+    if "forward" in module.__dict__:
+        return "it has a forward of its own"
+    return "it is parametrized" if getattr(module, "parametrizations", None) else None
+
+
+class _Work:
+    """The rewriting of one trace's graph."""
+
+    def __init__(self, module: nn.Module, traced: Trace, rules: Sequence[Rule], allow: Allow):
+        self.module, self.traced, self.allow = module, traced, allow
+        self.graph = traced.graph
+        self.members: dict[Path, Child] = {}
+        self.found: list[Found] = []
+        self.touched: set[Path] = set()
+        self.missed: list[tuple[Rule, set[Node], tuple[Path, ...], str]] = []
+        self.gone: set[Node] = set()
+        self.fused = False
+        self.counts = self._count()
+        for rule in rules:
+            if rule.pattern is not None:
+                self._apply(rule)
+        self._report_misses()
+        seen: Counter[tuple[object, ...]] = Counter()
+        for at, f in enumerate(self.found):
+            key = (f.members, f.status == "skipped" and not f.rule)
+            self.found[at] = replace(f, index=seen[key])
+            seen[key] += 1
+        for node, kind in self.kinds.items():
+            self.counts.fused[kind] += node in self.gone
+
+    def variant(self) -> Variant:
+        reads = list(self.traced.reads.values())
+        return Variant(self.traced.form, self.traced.training, self.graph, reads, list(self.members.values()), self.fused)
+
+    def _count(self) -> Counts:
+        counts = Counts()
+        self.kinds = {n: k for n in self.graph.nodes if (k := kind_of(n, self.module)) is not None}
+        for kind in self.kinds.values():
+            counts.total[kind] += 1
+        return counts
+
+    def _apply(self, rule: Rule) -> None:
+        for node in reversed(list(self.graph.nodes)):
+            state = None if node in self.gone else self._best(rule, node)
+            if state is None:
+                continue
+            nodes = {n for _, n in state.nodes}
+            reason = state.problems[0] if state.problems else self._obstacle(rule, node, state)
+            paths = self._paths(state)
+            reason = reason or self.allow(paths, rule.name)
+            match = Match(self.module, state, self.traced.training)
+            made = reason or _made(rule, match)
+            if isinstance(made, Call):
+                self._replace(rule, node, match, made, nodes, paths)
+            else:
+                self.missed.append((rule, nodes, paths, made))
+
+    def _paths(self, state: State) -> tuple[Path, ...]:
+        return tuple(dict.fromkeys(c.path for c in reversed(state.children))) or ((),)
+
+    def _best(self, rule: Rule, node: Node) -> State | None:
+        """The first match with no problem, else the one with fewest."""
+        best: State | None = None
+        for state in rule.pattern.match(node, State(self.module)):
+            if not state.problems and self._obstacle(rule, node, state) is None:
+                return state
+            if best is None or len(state.problems) < len(best.problems):
+                best = state
+        return best
+
+    def _obstacle(self, rule: Rule, root: Node, state: State) -> str | None:
+        """What in the data flow around a match forbids computing it in one place."""
+        inside = {n for _, n in state.nodes}
+        outputs = self._outputs(rule, root, state)
+        for name, node in state.nodes:
+            if node not in outputs and not set(node.users) <= inside:
+                return f"{_say(node, name)} is also read elsewhere"
+        for node, written in state.writes:
+            if written not in inside:
+                return f"{_say(node)} overwrites a value that others may read"
+            if not all(n in inside or n is written for n in effects.roots(written, self.module)):
+                return f"{_say(node)} overwrites a value that others may read"
+            if written in outputs and written is not root:
+                return f"{_say(node)} overwrites a value that is read again"
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
+        span = sorted(order[n] for n in inside)
+        between = [n for n, i in order.items() if span[0] < i < span[-1] and n not in inside and n.op != "get_attr"]
+        operands = {used for n in inside for used in n.all_input_nodes if used not in inside}
+        watched = operands | {n for n in outputs if n is not root}
+        disturber = effects.disturbed(watched, between, self.module)
+        if disturber is not None:
+            return f"{_say(disturber)} may overwrite a value in between"
+        if rule.random and any(effects.is_random(n, self.module) for n in between):
+            return "something in between may draw random numbers"
+        norms = {c.module for c in state.children if isinstance(c.module, nn.modules.batchnorm._NormBase)}
+        for node in between:
+            called = effects.child(self.module, node.target) if node.op == "call_module" else None
+            if norms and called is not None and norms & set(called.modules()):
+                return f"{_say(node)} updates the same running statistics in between"
+        if len(outputs) > 1:
+            first_reader = min((order[u] for o in outputs for u in o.users if u not in inside), default=len(order))
+            if max((order[o] for o in operands), default=-1) > first_reader:
+                return "its values are needed in another order"
+        return None
+
+    def _outputs(self, rule: Rule, root: Node, state: State) -> list[Node]:
+        if not rule.outputs:
+            return [root]
+        named = dict(reversed(state.nodes))
+        return [named[name] for name in rule.outputs]
+
+    def _replace(self, rule: Rule, root: Node, match: Match, made: Call, nodes: set[Node], paths: tuple[Path, ...]) -> None:
+        outputs = self._outputs(rule, root, match.state)
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
+        readers = [u for o in outputs for u in o.users if u not in nodes]
+        before = min([root.next, *readers], key=lambda n: order.get(n, len(order)))
+        with self.graph.inserting_before(before):
+            fused = self.graph.create_node("call_function", made.op, made.args, made.kwargs)
+            fused.meta["fused"] = rule.name
+            results = [fused]
+            if rule.outputs:
+                results = [self.graph.call_function(operator.getitem, (fused, i)) for i in range(len(outputs))]
+                for result in results:
+                    result.meta["fused"] = rule.name
+        for old, new in zip(outputs, results, strict=True):
+            old.replace_all_uses_with(new)
+        for node in sorted(nodes, key=lambda n: -order[n]):
+            self.graph.erase_node(node)
+        self.gone |= nodes
+        self.fused = True
+        for child in _children(made, match):
+            self.members[child.path] = _with_pins(self.members.get(child.path), child)
+            self.touched.add(child.path)
+        reduced = next((m for m in self.missed if m[1] & nodes and m[0].priority > rule.priority), None)
+        if reduced is None:
+            self.found.append(Found("fused", rule.name, paths))
+        else:
+            self.found.append(Found("reduced", rule.name, paths, f"not {reduced[0].name}: {reduced[3]}"))
+
+    def _report_misses(self) -> None:
+        said: set[Node] = set()
+        for rule, nodes, paths, reason in self.missed:
+            if not nodes & (self.gone | said):
+                self.found.append(Found("skipped", rule.name, paths, reason))
+                said |= nodes
+        for node, kind in self.kinds.items():
+            if node not in self.gone and node not in said:
+                where = (tuple(node.target.split(".")),) if node.op == "call_module" else ((),)
+                self.found.append(Found("skipped", "", where, f"{kind} with nothing to fuse it with: {self._around(node)}"))
+
+    def _around(self, node: Node) -> str:
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        if source is None:
+            return "it has no input"
+        if source.op == "call_module":
+            kind = type(effects.child(self.module, source.target)).__name__
+            return f"follows {source.target} ({kind})"
+        return f"follows {source.name}"
+
+
+def _with_pins(known: Child | None, child: Child) -> Child:
+    if known is None:
+        return child
+    return Child(child.path, child.module, tuple(dict.fromkeys((*known.pins, *child.pins))))
+
+
+def _children(made: Call, match: Match) -> list[Child]:
+    children = {c.path: c for c in match.state.children}
+    for child in (*match.extra, *(a for a in (*made.args, *made.kwargs.values()) if isinstance(a, Child))):
+        children[child.path] = _with_pins(children.get(child.path), child)
+    return list(children.values())
+
+
+def _say(node: Node, name: str = "") -> str:
+    if node.op == "call_module":
+        return str(node.target)
+    return name or str(node.name)
+
+
+def kind_of(node: Node, root: nn.Module) -> str | None:
+    """Whether a node is one of the things that `explain` counts."""
+    if activation_of(node, root) is not None:
+        return "activation"
+    if node.op == "call_module":
+        child = effects.child(root, node.target)
+        kind = None if child is None else _kind_of_module(child)
+        return kind if kind == "norm" else None
+    if node.op not in ("call_function", "call_method") or len(node.args) != 2:
+        return None
+    if node.target not in (operator.add, operator.iadd, torch.add, "add", "add_"):
+        return None
+    return "residual" if all(isinstance(a, Node) and _is_data(a) for a in node.args) else None
+
+
+def _is_data(node: Node) -> bool:
+    """Not a parameter, a shape or a position: something computed from an input."""
+    return node.op != "get_attr" and node.target is not getattr and "size" not in str(node.target)
+
+
+def _kind_of_module(module: nn.Module) -> str | None:
+    from ..activations import recognise
+
+    if type(module).__module__.startswith("torch.nn.") or not module._modules:
+        name = type(module).__name__
+        if "Norm" in name and any(p is not None for p in (*module._parameters.values(), *module._buffers.values(), None)):
+            return "norm" if name != "LocalResponseNorm" else None
+    found = recognise(module)
+    return "activation" if found is not None and found.name != "identity" else None
+
+
+def _merged(variants: list[Variant]) -> list[Variant]:
+    """Variants of one call form whose two modes came out the same, as one."""
+    merged: list[Variant] = []
+    for variant in variants:
+        twin = next((m for m in merged if m.training is not None and m.form == variant.form and _same(m, variant)), None)
+        if twin is None:
+            merged.append(variant)
+        else:
+            twin.training = None
+    return merged
+
+
+def _same(a: Variant, b: Variant) -> bool:
+    if a.graph is None or b.graph is None:
+        return a.graph is b.graph and a.refused == b.refused
+    if a.fused != b.fused or {(r, repr(r.value)) for r in a.reads} != {(r, repr(r.value)) for r in b.reads}:
+        return False
+    if [(c.path, c.pins) for c in a.members] != [(c.path, c.pins) for c in b.members]:
+        return False
+    return _canonical(a.graph) == _canonical(b.graph)
+
+
+def _canonical(graph: Graph) -> list[tuple[object, ...]]:
+    number = {n: i for i, n in enumerate(graph.nodes)}
+    show = lambda value: torch.fx.node.map_arg(value, lambda n: number[n])  # noqa: E731
+    return [(n.op, n.target, show(n.args), show(n.kwargs)) for n in graph.nodes]
+
+
+def _settle(found: Iterable[Found]) -> list[Found]:
+    """One record a site: fused in one mode or form outweighs skipped in another."""
+    rank = {"fused": 2, "reduced": 1, "skipped": 0}
+    best: dict[tuple[object, ...], Found] = {}
+    for f in found:
+        key = (f.members, f.index, f.rule if f.status == "skipped" and not f.rule else "")
+        if key not in best or rank[f.status] > rank[best[key].status]:
+            best[key] = f
+    return list(best.values())

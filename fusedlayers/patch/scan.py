@@ -1,0 +1,126 @@
+"""What a forward's code does that a trace cannot see, found in its bytecode before anything runs.
+
+A trace sees operations on values. It does not see questions answered in Python without touching them: `x is None`,
+the grad or autocast state, a global flag. Each such question would be answered once, at patching, and the other
+branch silently dropped.
+"""
+
+from __future__ import annotations
+
+import dis
+import types
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+AMBIENT = frozenset(
+    "is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype "
+    "get_autocast_gpu_dtype is_compiling is_dynamo_compiling is_torchdynamo_compiling is_exporting is_tracing "
+    "is_torch_fx_proxy is_fx_tracing is_in_onnx_export use_deterministic_algorithms environ getenv perf_counter".split()
+)
+"""Names under which forwards ask for state that belongs to the process or the thread, not to the module."""
+
+
+@dataclass
+class Scan:
+    """What one code object asks: arguments compared with None, and reasons not to trust a trace of it."""
+
+    none_tested: set[str] = field(default_factory=set)
+    asks_types: bool = False
+    splats_only: bool = True
+    """`**kwargs` is only ever passed on, never looked into."""
+    refused: str | None = None
+    globals_read: set[str] = field(default_factory=set)
+
+
+def scan(function: types.FunctionType) -> Scan:
+    return _scan(function.__code__)
+
+
+@lru_cache(maxsize=4096)
+def _scan(code: types.CodeType) -> Scan:
+    found = Scan()
+    arguments = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    varkw = _varkw(code)
+    steps = [
+        i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG", "PRECALL", "RESUME", "NOP")
+    ]
+    stores: dict[str, list[int]] = {}
+    for at, step in enumerate(steps):
+        if step.opname.startswith("STORE_FAST"):
+            for name in _names(step):
+                stores.setdefault(name, []).append(at)
+    for at, step in enumerate(steps):
+        name = step.argval if isinstance(step.argval, str) else None
+        if name in AMBIENT and step.opname.startswith(("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_NAME")):
+            found.refused = f"forward asks {name}()"
+        elif step.opname.startswith(("STORE_GLOBAL", "DELETE_GLOBAL")):
+            found.refused = f"forward writes the global {name}"
+        elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            found.globals_read.add(name)
+            found.asks_types |= name in ("isinstance", "type", "issubclass")
+        elif varkw and step.opname.startswith("LOAD_FAST") and varkw in _names(step):
+            after = steps[at + 1].opname if at + 1 < len(steps) else ""
+            found.splats_only &= after.startswith(("DICT_MERGE", "CALL_FUNCTION_EX")) and step.argval == varkw
+        tested = _none_test(steps, at)
+        if tested is None:
+            continue
+        if tested == "":
+            found.refused = found.refused or "forward compares a computed value with None"
+        elif tested in stores:
+            early = tested in arguments and all(s > at for s in stores[tested])
+            if early:
+                found.none_tested.add(tested)
+            elif not all(_harmless(steps, s - 1) for s in stores[tested]):
+                found.refused = found.refused or f"forward compares a computed value, {tested}, with None"
+        elif tested in arguments:
+            found.none_tested.add(tested)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            nested = _scan(inner)
+            found.refused = found.refused or nested.refused
+            found.asks_types |= nested.asks_types
+            found.globals_read |= nested.globals_read
+            if varkw and varkw in inner.co_freevars:
+                found.splats_only = False
+    return found
+
+
+def _none_test(steps: list[dis.Instruction], at: int) -> str | None:
+    """The local a step compares with None; "" for something computed; None when it is no such test."""
+    step = steps[at]
+    if "IF_NONE" in step.opname or "IF_NOT_NONE" in step.opname:
+        operand = at - 1
+    elif step.opname == "IS_OP" and steps[at - 1].opname.startswith("LOAD_CONST") and steps[at - 1].argval is None:
+        operand = at - 2
+    else:
+        return None
+    load = steps[operand]
+    if load.opname.startswith("LOAD_FAST"):
+        return _names(load)[-1]
+    return None if _harmless(steps, operand) or load.opname.startswith(("LOAD_GLOBAL", "LOAD_DEREF")) else ""
+
+
+def _harmless(steps: list[dis.Instruction], at: int) -> bool:
+    """Whether the value a step leaves is a constant, `self.a.b` or `getattr(self, ...)`: the trace sees those."""
+    if steps[at].opname.startswith("LOAD_CONST"):
+        return True
+    if steps[at].opname.startswith("CALL"):
+        called = [s for s in steps[max(0, at - 6) : at] if s.opname not in ("PUSH_NULL", "KW_NAMES")][-4:]
+        names = [s.argval for s in called]
+        return any(
+            name == "getattr" and k + 1 < len(called) and _names(called[k + 1])[-1:] == ("self",)
+            for k, name in enumerate(names)
+        )
+    while at > 0 and steps[at].opname.startswith("LOAD_ATTR"):
+        at -= 1
+    return steps[at].opname.startswith("LOAD_FAST") and _names(steps[at])[-1] == "self"
+
+
+def _names(step: dis.Instruction) -> tuple[str, ...]:
+    return step.argval if isinstance(step.argval, tuple) else (step.argval,)
+
+
+def _varkw(code: types.CodeType) -> str | None:
+    if not code.co_flags & 0x08:
+        return None
+    return code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 0x04)]

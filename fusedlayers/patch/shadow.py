@@ -1,0 +1,250 @@
+"""Stand-ins for a module and its children, on which its own forward can run without touching the real ones.
+
+A shadow has the module's class as a base and a copy of its `__dict__`, so that methods, properties, `super()` and
+`isinstance` behave. Calling it records a call of that child. What is read from it is either a value that can be
+guarded later (and is recorded), a parameter (a graph value), another shadow, or a reason to give up. Nothing global
+is replaced, so other threads and other models notice nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+Path = tuple[str, ...]
+STATE = "__shadow_state__"
+
+_INTERNAL = frozenset(
+    "_modules _parameters _buffers _non_persistent_buffers_set _backward_pre_hooks _backward_hooks _is_full_backward_hook "
+    "_forward_hooks _forward_hooks_with_kwargs _forward_hooks_always_called _forward_pre_hooks "
+    "_forward_pre_hooks_with_kwargs _state_dict_hooks _state_dict_pre_hooks _load_state_dict_pre_hooks "
+    "_load_state_dict_post_hooks call_super_init dump_patches T_destination _version".split()
+)
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
+_ATOMS += (torch.layout, torch.memory_format, torch.Size, enum.Enum, type, range)
+CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type(torch.ops.aten.add))
+
+
+class Untraceable(Exception):
+    """This forward cannot be rewritten without risk; the message says why."""
+
+
+class Session(Protocol):
+    """What the shadows of one trace report to."""
+
+    training: bool
+
+    def read(self, path: Path, name: str, kind: str, value: Any) -> None: ...
+    def call(self, path: Path, args: tuple, kwargs: dict[str, Any]) -> Any: ...
+    def tensor(self, path: Path, name: str, value: torch.Tensor) -> Any: ...
+    def method(self, function: types.FunctionType) -> Callable[..., Any]: ...
+
+
+def plain(value: Any) -> bool:
+    """Whether a value can be compared later to see that it has not changed."""
+    if isinstance(value, _ATOMS):
+        return True
+    if type(value) in (tuple, list, set, frozenset):
+        return all(plain(v) for v in value)
+    if type(value) is dict:
+        return all(plain(k) and plain(v) for k, v in value.items())
+    return False
+
+
+def _copied(value: Any) -> Any:
+    if type(value) in (tuple, list, set, frozenset):
+        return type(value)(_copied(v) for v in value)
+    return {k: _copied(v) for k, v in value.items()} if type(value) is dict else value
+
+
+class _Shadow:
+    """Placed before the module's own class in the shadow's bases."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keeps the class hooks of the module's bases from seeing shadows."""
+
+    def __getattribute__(self, name: str) -> Any:
+        get = object.__getattribute__
+        own = get(self, "__dict__")
+        session, path = own[STATE]
+        if name == "__class__":
+            return type(self).__bases__[1]
+        if name in own:
+            value = own[name]
+            return value if name in _INTERNAL or name == "__dict__" else _plain_read(session, path, name, value)
+        value = super().__getattribute__(name)
+        if isinstance(value, types.FunctionType):  # a static method
+            return session.method(value)
+        if isinstance(value, types.MethodType) and value.__self__ is self and not hasattr(nn.Module, name):
+            return types.MethodType(session.method(value.__func__), self)
+        if name == "forward" and isinstance(value, types.MethodType):
+            return types.MethodType(session.method(value.__func__), self)
+        if not name.startswith("__") and name not in _INTERNAL and _is_class_value(type(self), name):
+            return _plain_read(session, path, name, value)
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            session, path = object.__getattribute__(self, "__dict__")[STATE]
+            session.read(path, name, "absent", None)
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise Untraceable(f"forward sets self.{name}")
+
+    def __delattr__(self, name: str) -> None:
+        raise Untraceable(f"forward deletes self.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        session, path = object.__getattribute__(self, "__dict__")[STATE]
+        if not path:
+            raise Untraceable("forward calls itself")
+        return session.call(path, args, kwargs)
+
+
+def _is_class_value(cls: type, name: str) -> bool:
+    for base in cls.__mro__:
+        if name in vars(base):
+            found = vars(base)[name]
+            return not callable(found) and not hasattr(found, "__get__")
+    return False
+
+
+def _plain_read(session: Session, path: Path, name: str, value: Any) -> Any:
+    if name == "training":
+        return value
+    if plain(value):
+        session.read(path, name, "value", _copied(value))
+        return _copied(value)
+    if isinstance(value, CODE):
+        session.read(path, name, "value", value)
+        return value
+    where = ".".join((*path, name))
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+        raise Untraceable(f"forward calls self.{where}, bound to a module")
+    if isinstance(value, torch.Tensor):
+        raise Untraceable(f"forward reads self.{where}, a tensor that is neither a parameter nor a buffer")
+    raise Untraceable(f"forward reads self.{where} ({type(value).__name__}), whose later changes could not be seen")
+
+
+class _Children(dict):
+    """A module's `_modules`, giving out shadows."""
+
+    __slots__ = ("session", "path", "made")
+
+    def __init__(self, modules: dict[str, Any], session: Session, path: Path):
+        super().__init__(modules)
+        self.session, self.path, self.made = session, path, {}
+
+    def __getitem__(self, name: str) -> Any:
+        module = super().__getitem__(name)
+        if module is None:
+            self.session.read(self.path, name, "none", None)
+            return None
+        if name not in self.made:
+            self.made[name] = make(module, self.session, (*self.path, name))
+        self.session.read(self.path, name, "child", None)
+        return self.made[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def __iter__(self) -> Iterator[str]:
+        self._listed()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._listed()
+        return super().__len__()
+
+    def keys(self) -> Any:
+        self._listed()
+        return list(super().keys())
+
+    def values(self) -> Any:
+        return [self[name] for name in self.keys()]
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self.keys()]
+
+    def _listed(self) -> None:
+        self.session.read(self.path, "_modules", "keys", tuple(super().keys()))
+
+    def _changed(self, *args: Any, **kwargs: Any) -> Any:
+        raise Untraceable("forward changes which children it has")
+
+    __setitem__ = __delitem__ = pop = popitem = update = setdefault = clear = _changed
+
+
+class _Tensors(dict):
+    """A module's `_parameters` or `_buffers`, giving out graph values."""
+
+    __slots__ = ("session", "path")
+
+    def __init__(self, tensors: dict[str, Any], session: Session, path: Path):
+        super().__init__(tensors)
+        self.session, self.path = session, path
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        self.session.read(self.path, name, "none" if value is None else "tensor", None)
+        return None if value is None else self.session.tensor(self.path, name, value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+    def _changed(self, *args: Any, **kwargs: Any) -> Any:
+        raise Untraceable("forward replaces a parameter or buffer")
+
+    __setitem__ = __delitem__ = pop = popitem = update = setdefault = clear = _changed
+
+
+_classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
+
+
+def _shadow_class(cls: type) -> type:
+    known = _classes.get(cls)
+    made = known() if known is not None else None
+    if made is None:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        made = type(cls)(cls.__name__, (_Shadow, cls), names)
+        _classes[cls] = weakref.ref(made)
+    return made
+
+
+def make(module: nn.Module, session: Session, path: Path = (), cls: type | None = None) -> Any:
+    """A shadow of `module`, which sits at `path` below the module being traced."""
+    try:
+        shadow = object.__new__(_shadow_class(cls or type(module)))
+    except TypeError as error:
+        raise Untraceable(f"{type(module).__name__} cannot be shadowed ({error})") from None
+    own = dict(module.__dict__)
+    own["_modules"] = _Children(own["_modules"], session, path)
+    own["_parameters"] = _Tensors(own["_parameters"], session, path)
+    own["_buffers"] = _Tensors(own["_buffers"], session, path)
+    own["training"] = session.training
+    own[STATE] = (session, path)
+    object.__getattribute__(shadow, "__dict__").update(own)
+    return shadow
+
+
+def path_of(shadow: Any) -> Path:
+    return object.__getattribute__(shadow, "__dict__")[STATE][1]
+
+
+def is_shadow(value: Any) -> bool:
+    return isinstance(value, _Shadow) if type(value).__mro__[1:2] == (_Shadow,) else False

@@ -1,0 +1,399 @@
+"""One module's own forward as a graph, with all its children as leaves.
+
+Data flow inside a container becomes visible without tracing the whole model, and a container that cannot be traced
+costs only itself. `traces(module)` gives one trace per call form and mode: forwards test which arguments are given
+(`mask is None`) and whether they train. What a trace took for granted is recorded with it, to be guarded on each call.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node, Proxy
+from torch.fx.proxy import TracerBase, TraceError
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import shadow
+from .scan import scan
+from .shadow import Path, Untraceable
+
+SPLAT = "**"
+"""Name under which `**kwargs`, passed on unread, travels in node arguments."""
+MAX_FORMS = 16
+
+NONE, GIVEN, TENSOR, LIST, EMPTY = "is None", "is given", "is a tensor", "is a list", "is empty"
+_KINDS = {TENSOR: torch.Tensor, LIST: list}
+
+
+@dataclass(frozen=True)
+class Exactly:
+    """A call form in which an argument has this very value."""
+
+    value: Any
+
+
+Form = Mapping[str, Any]
+"""Argument name to NONE, GIVEN, TENSOR, LIST, EMPTY or Exactly; arguments not named may be anything."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """Something a trace took for granted: `kind` is value, absent, none, tensor, child, keys or type."""
+
+    path: Path
+    name: str
+    kind: str
+    value: Any = field(default=None, compare=False)
+
+
+@dataclass
+class Trace:
+    """A graph, the call form it holds for, and what it read; `graph` is None where `refused` says why."""
+
+    form: Form
+    training: bool
+    graph: Graph | None = None
+    reads: dict[tuple[Path, str, str], Read] = field(default_factory=dict)
+    refused: str | None = None
+
+
+class _Undecided(Exception):
+    """The forward asks about an argument that this form says nothing of."""
+
+    def __init__(self, name: str, choices: tuple[Any, ...] | None = None):
+        self.name, self.choices = name, choices
+
+
+class Value(Proxy):
+    """fx's proxy, except that in-place operators stay in place."""
+
+    def _inplace(self, operator_name: str, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", getattr(operator, operator_name), (self, other), {})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise Untraceable("forward assigns into a tensor")
+
+    def __len__(self) -> int:
+        raise Untraceable("forward asks the length of a value")
+
+    def __contains__(self, item: Any) -> bool:
+        raise Untraceable("forward searches in a value")
+
+
+for _name in "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift".split():
+    setattr(Value, f"__{_name}__", lambda self, other, _name=_name: self._inplace(_name, other))
+
+
+class _NoRealTensors(TorchDispatchMode):
+    """Any operation on real tensors while tracing would be baked into the graph: refuse it before it runs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Untraceable(f"forward computes {getattr(func, '_opname', func)} on something other than its inputs")
+
+
+class _Tracer(TracerBase):
+    def __init__(self, module: nn.Module, cls: type, function: types.FunctionType, form: dict[str, Any], training: bool):
+        self.graph = Graph()
+        self.module, self.cls, self.function = module, cls, function
+        self.form, self.training = form, training
+        self.reads: dict[tuple[Path, str, str], Read] = {}
+        self.helpers: set[Callable[..., Any]] = set()
+
+    # what shadows report
+
+    def read(self, path: Path, name: str, kind: str, value: Any) -> None:
+        self.reads[path, name, kind] = Read(path, name, kind, value)
+
+    def tensor(self, path: Path, name: str, value: torch.Tensor) -> Proxy:
+        return self.create_proxy("get_attr", ".".join((*path, name)), (), {})
+
+    def call(self, path: Path, args: tuple, kwargs: dict[str, Any]) -> Proxy:
+        if SPLAT in kwargs and sys._getframe(2).f_code is not self.function.__code__:
+            raise Untraceable("forward passes **kwargs through a helper")
+        return self.create_proxy("call_module", ".".join(path), args, kwargs)
+
+    def method(self, function: Any) -> Callable[..., Any]:
+        """`function`, checked, with `isinstance` and `type` answered by this trace."""
+        if not isinstance(function, types.FunctionType):
+            return function
+        asked = scan(function)
+        if asked.refused:
+            raise Untraceable(asked.refused)
+        if function is not self.function and hasattr(function, "__wrapped__"):
+            raise Untraceable(f"{function.__qualname__} is decorated")
+        names: dict[str, Any] = {}
+        for name in asked.globals_read:
+            helper = function.__globals__.get(name)
+            if isinstance(helper, types.FunctionType) and not _is_torch(helper):
+                names[name] = self._helper(helper)
+        if asked.asks_types:
+            names.update(isinstance=self._isinstance, issubclass=_no_types, type=_no_types)
+        local = function
+        if names:
+            names = {**function.__globals__, **names}
+            local = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+            local.__kwdefaults__ = function.__kwdefaults__
+        if function is self.function or not asked.none_tested:
+            return local
+        signature = inspect.signature(function)
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            for name in asked.none_tested & given.keys():
+                self._none_asked(given[name])
+            return local(*args, **kwargs)
+
+        return checked
+
+    def _helper(self, function: types.FunctionType) -> Callable[..., Any]:
+        """A helper from the forward's module, checked only if it is really called."""
+
+        def helper(*args: Any, **kwargs: Any) -> Any:
+            return self.method(function)(*args, **kwargs)
+
+        self.helpers.add(helper)
+        return helper
+
+    def _none_asked(self, value: Any) -> None:
+        if not isinstance(value, Proxy) or value.node.op == "get_attr":
+            return
+        if value.node.op != "placeholder":
+            raise Untraceable("forward compares a computed value with None")
+        if value.node.target not in self.form:
+            raise _Undecided(value.node.target)
+
+    def _isinstance(self, value: Any, kinds: Any) -> bool:
+        if shadow.is_shadow(value):
+            path = shadow.path_of(value)
+            self.read(path, "", "type", type(value).__bases__[1])
+            return issubclass(type(value).__bases__[1], kinds)
+        if not isinstance(value, Proxy):
+            return isinstance(value, kinds)
+        node = value.node
+        if node.op == "get_attr" and kinds is torch.Tensor:
+            return True
+        if node.op == "placeholder":
+            kind = self.form.get(node.target, GIVEN)
+            if kind == GIVEN:
+                raise _Undecided(node.target, (TENSOR, LIST))
+            return issubclass(_KINDS[kind], kinds)
+        raise Untraceable("forward asks the type of a value")
+
+    # what the graph may hold
+
+    def create_node(self, kind, target, args, kwargs, name=None, type_expr=None) -> Node:  # type: ignore[override]
+        return self.graph.create_node(kind, target, args, kwargs, name, type_expr)
+
+    def proxy(self, node: Node) -> Proxy:
+        return Value(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Proxy):
+            if a.tracer is not self:
+                raise Untraceable("forward mixes values of two traces")
+            return a.node
+        if type(a) in (tuple, list):
+            return type(a)(self.create_arg(v) for v in a)
+        if type(a) is dict:
+            return {k: self.create_arg(v) for k, v in a.items()}
+        if type(a) is slice:
+            return slice(self.create_arg(a.start), self.create_arg(a.stop), self.create_arg(a.step))
+        if shadow.plain(a) or (isinstance(a, shadow.CODE) and a not in self.helpers):
+            return a
+        if isinstance(a, torch.Tensor):
+            raise Untraceable("forward makes a tensor of its own")
+        if shadow.is_shadow(a):
+            raise Untraceable("forward hands a child to a function")
+        raise Untraceable(f"forward makes a {type(a).__name__}")
+
+    def to_bool(self, obj: Proxy) -> bool:
+        if obj.node.op == "placeholder" and obj.node.target not in self.form:
+            raise _Undecided(obj.node.target)
+        raise Untraceable("forward branches on a value")
+
+    def iter(self, obj: Proxy) -> Iterator[Any]:
+        raise Untraceable("forward iterates over a value")
+
+    def keys(self, obj: Proxy) -> Any:
+        raise Untraceable("forward reads keys of a value")
+
+
+def _no_types(*args: Any) -> Any:
+    raise Untraceable("forward asks for exact types")
+
+
+def _is_torch(function: types.FunctionType) -> bool:
+    module = function.__module__ or ""
+    return module == "torch" or module.startswith("torch.")
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A class's forward without its decorators, and the decorators to put around its replacement."""
+
+    function: types.FunctionType
+    decorators: tuple[types.FunctionType, ...] = ()
+
+    def decorate(self, replacement: types.FunctionType) -> types.FunctionType:
+        """The same decorators, each with the function it closes over replaced."""
+        for decorator in self.decorators:
+            cells = tuple(
+                types.CellType(replacement) if _content(cell) is decorator.__wrapped__ else cell
+                for cell in decorator.__closure__ or ()
+            )
+            copy = types.FunctionType(
+                decorator.__code__, decorator.__globals__, decorator.__name__, decorator.__defaults__, cells
+            )
+            copy.__kwdefaults__ = decorator.__kwdefaults__
+            replacement = functools.wraps(replacement)(copy)
+        return replacement
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def forward_of(cls: type) -> Forward:
+    """The function to trace, to replace and to fall back on.
+
+    What a base's `__init_subclass__` wrapped is unwrapped for good: the class made for the patched module is a
+    subclass too, so its forward is wrapped again (transformers' GradientCheckpointingLayer).
+    """
+    forward = cls.forward
+    hook = getattr(cls.__init_subclass__, "__func__", None)
+    if hasattr(forward, "__wrapped__") and hook is not None and forward.__code__ in hook.__code__.co_consts:
+        forward = forward.__wrapped__
+    decorators: list[types.FunctionType] = []
+    while hasattr(forward, "__wrapped__"):
+        closed = [_content(cell) for cell in getattr(forward, "__closure__", None) or ()]
+        ours = isinstance(forward, types.FunctionType) and any(c is forward.__wrapped__ for c in closed)
+        if not ours or forward.__globals__.get("__name__", "").startswith("torch._dynamo"):
+            raise Untraceable("forward is wrapped by something that cannot be taken off and put back")
+        decorators.insert(0, forward)
+        forward = forward.__wrapped__
+    if not isinstance(forward, types.FunctionType):
+        raise Untraceable("forward is not a Python function")
+    return Forward(forward, tuple(decorators))
+
+
+def traces(module: nn.Module, cls: type) -> list[Trace]:
+    """All call forms of `module`'s forward (of class `cls`), each for training and for evaluation."""
+    try:
+        function = forward_of(cls).function
+    except Untraceable as reason:
+        return [Trace({}, True, refused=str(reason))]
+    signature = inspect.signature(function)
+    asked = scan(function)
+    found: list[Trace] = []
+    for training in (True, False):
+        start: list[dict[str, Any]] = [{}]
+        for name in asked.none_tested:
+            start = [{**form, name: choice} for form in start for choice in _choices(signature.parameters[name])]
+        pending, done = start, 0
+        while pending:
+            form = pending.pop(0)
+            if done + len(pending) >= MAX_FORMS:
+                found.append(Trace(form, training, refused="forward has too many forms of call"))
+                break
+            try:
+                found.append(_trace(module, cls, function, signature, form, training))
+                done += 1
+            except _Undecided as question:
+                parameter = signature.parameters[question.name]
+                choices = question.choices or [c for c in _choices(parameter) if c != GIVEN or parameter.default is None]
+                if not choices:
+                    found.append(Trace(form, training, refused=f"forward branches on {question.name}"))
+                pending += [{**form, question.name: choice} for choice in choices]
+    return found
+
+
+def _choices(parameter: inspect.Parameter) -> list[Any]:
+    default = parameter.default
+    if default is None:
+        return [NONE, GIVEN]
+    if isinstance(default, bool):
+        return [Exactly(default), Exactly(not default)]
+    if default is not inspect.Parameter.empty and shadow.plain(default):
+        return [Exactly(default)]
+    return [GIVEN]
+
+
+def _trace(module, cls, function, signature, form, training) -> Trace:  # type: ignore[no-untyped-def]
+    form = dict(form)
+    tracer = _Tracer(module, cls, function, form, training)
+    trace = Trace(form, training)
+    before = _Outside()
+    try:
+        root = shadow.make(module, tracer, cls=cls)
+        args, kwargs = _arguments(tracer, signature, form, scan(function).splats_only)
+        with _NoRealTensors():
+            result = tracer.method(function)(root, *args, **kwargs)
+        tracer.create_node("output", "output", (tracer.create_arg(result),), {})
+        before.check()
+    except _Undecided:
+        raise
+    except (Untraceable, TraceError) as reason:
+        trace.refused = str(reason).split("\n")[0]
+    except Exception as error:  # whatever a user's forward does on symbolic values is a reason, never a crash
+        trace.refused = f"forward fails on symbolic values ({type(error).__name__}: {str(error).split(chr(10))[0][:80]})"
+    else:
+        trace.graph, trace.reads = tracer.graph, tracer.reads
+    finally:
+        before.restore()
+    return trace
+
+
+def _arguments(tracer: _Tracer, signature: inspect.Signature, form: dict[str, Any], splats: bool) -> tuple[list, dict]:
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    kinds = inspect.Parameter
+    for parameter in list(signature.parameters.values())[1:]:
+        name = parameter.name
+        if parameter.kind is kinds.VAR_POSITIONAL:
+            form[name] = EMPTY
+        elif parameter.kind is kinds.VAR_KEYWORD:
+            if splats:
+                kwargs[SPLAT] = tracer.create_proxy("placeholder", name, (), {})
+            else:
+                form[name] = EMPTY
+        else:
+            wanted = form.get(name)
+            if wanted == NONE:
+                value: Any = None
+            elif isinstance(wanted, Exactly):
+                value = wanted.value
+            else:
+                value = tracer.create_proxy("placeholder", name, (), {})
+            if parameter.kind is kinds.KEYWORD_ONLY:
+                kwargs[name] = value
+            else:
+                args.append(value)
+    return args, kwargs
+
+
+class _Outside:
+    """Python's generator, which a forward may draw from: a trace that moved it is refused, and it is put back."""
+
+    def __init__(self) -> None:
+        self.state = random.getstate()
+
+    def check(self) -> None:
+        if random.getstate() != self.state:
+            raise Untraceable("forward draws random numbers in Python")
+
+    def restore(self) -> None:
+        if random.getstate() != self.state:
+            random.setstate(self.state)
