@@ -1,0 +1,94 @@
+"""The command line of `python -m fusedlayers bench`."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import ops, report
+from .peers import PEERS, Case, run_cases
+from .timing import QUICK, Budget, Effort
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one kind of benchmark; returns the exit code: 1 where a case failed."""
+    args = _parser().parse_args(argv)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    budget = Budget(args.budget)
+    peers = [p for p in args.peers.split(",") if p]
+    unknown = set(peers) - set(PEERS)
+    if unknown:
+        raise SystemExit(f"bench: unknown peers {', '.join(sorted(unknown))} (known: {', '.join(PEERS)})")
+    if args.kind == "models":
+        from . import models
+
+        return models.main(args, peers, device, budget)
+    cases = chosen(args, device)
+    if not cases:
+        raise SystemExit(f"bench: no case matches {args.only!r}")
+    run = report.envelope(args.kind, device, _public(args))
+    name = args.kind + ("-grid" if args.grid else "")
+    path = args.json or report.folder(run["hardware"]["name"]) / f"{name}.json"
+    effort = (Effort(rounds=40, turn_ms=1.0) if args.grid else Effort()) if device == "cuda" else QUICK
+
+    def emit(result: dict[str, Any]) -> None:
+        run["results"].append(result)
+        report.save(run, path)  # after each case, so that a run that is cut off leaves what it had
+        print(one_line(result), flush=True)
+
+    run_cases(cases, peers, device, effort, budget, emit, control=args.grid)
+    if args.grid:
+        print("\n".join(report.grid_summary(run["results"])))
+    if args.plot:
+        from . import plots
+
+        print(*plots.draw(run, path), sep="\n")
+    print(f"written: {path}")
+    return 1 if any("error" in r for r in run["results"]) else 0
+
+
+def chosen(args: argparse.Namespace, device: str) -> list[Case]:
+    if args.kind == "layers":
+        from . import layers
+
+        cases = layers.cases(device)
+    elif device == "cpu":
+        cases = ops.small_cases()
+    else:
+        cases = ops.grid_cases() if args.grid else ops.key_cases()
+    return [c for c in cases if fnmatch.fnmatch(c.name, args.only)]
+
+
+def one_line(result: dict[str, Any]) -> str:
+    """A case in one line, for whoever watches the run."""
+    if "peers" not in result:
+        return f"{result['case']}: {result.get('error') or result.get('skipped')}"
+    parts = []
+    for name, timing in result["peers"].items():
+        time = timing["device_ms"] or timing["wall_ms"]
+        if time is None:
+            parts.append(f"{name}: {'; '.join(timing['notes'])}")
+        else:
+            host = timing["host_us"]["median"] if timing["host_us"] else float("nan")
+            parts.append(f"{name} {time['median']:.4g} ms, host {host:.0f} µs")
+    return f"{result['case']}: " + " | ".join(parts)
+
+
+def _public(args: argparse.Namespace) -> dict[str, Any]:
+    return {k: v for k, v in vars(args).items() if k in ("peers", "only", "budget", "grid")}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fusedlayers bench", description=__doc__)
+    parser.add_argument("kind", choices=("ops", "layers", "models"))
+    parser.add_argument("--peers", default="eager,compile,liger", help="comma-separated: eager, compile, liger")
+    parser.add_argument("--json", metavar="PATH", help="where the results go (default: benchmarks/results/<device>/)")
+    parser.add_argument("--plot", action="store_true", help="also draw PNGs beside the JSON")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="only the cases whose name matches")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no case after this time")
+    parser.add_argument("--grid", action="store_true", help="ops: many sizes against eager and a second copy of it")
+    return parser

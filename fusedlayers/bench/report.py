@@ -1,0 +1,230 @@
+"""Results as files: one JSON a run, and the Markdown tables made from it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from .peers import ratio
+from .timing import ceilings
+
+RESULTS = Path("benchmarks") / "results"
+
+
+def envelope(kind: str, device: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a result must say about where it comes from."""
+    return {
+        "kind": kind,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "hardware": hardware(device),
+        "versions": versions(),
+        "arguments": arguments,
+        "ceilings": ceilings(device),
+        "results": [],
+    }
+
+
+def hardware(device: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": device_name(device), "host": platform.processor() or platform.machine()}
+    if device == "cuda":
+        p = torch.cuda.get_device_properties(torch.cuda.current_device())
+        found.update(
+            capability=f"{p.major}.{p.minor}", memory_bytes=p.total_memory, multiprocessors=p.multi_processor_count
+        )
+    return found
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {
+        "fusedlayers": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+    for name in ("triton", "timm", "transformers", "liger_kernel"):
+        try:
+            found[name] = str(__import__(name).__version__)
+        except Exception:
+            found[name] = None
+    return found
+
+
+def folder(name: str) -> Path:
+    """`benchmarks/results/<device>` of a device's name."""
+    return RESULTS / re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def save(run: dict[str, Any], path: str | Path) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_rounded(run), indent=1, allow_nan=False) + "\n")
+    return path
+
+
+def _rounded(value: Any) -> Any:
+    """Six figures are more than any of them is good for."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(v) for v in value]
+    return value
+
+
+def markdown(run: dict[str, Any]) -> str:
+    """The table of a run, with where it was measured above it."""
+    kind = run["kind"]
+    rows = model_rows(run) if kind == "models" else case_rows(run)
+    versions = run["versions"]
+    at = f"{run['hardware']['name']}, torch {versions['torch']}, Triton {versions['triton']}, {run['date']}"
+    return f"{at}\n\n{table(rows)}\n"
+
+
+def table(rows: list[list[str]]) -> str:
+    """A Markdown table; the first row is the head, the first column is text."""
+    head, *body = rows
+    lines = ["| " + " | ".join(head) + " |", "|" + "|".join(["---"] + ["---:"] * (len(head) - 1)) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body])
+
+
+def case_rows(run: dict[str, Any]) -> list[list[str]]:
+    """One row a case: time, speed-ups, share of the copy bandwidth, memory."""
+    results = [r for r in run["results"] if "peers" in r]
+    peers = [p for p in ("eager", "compile", "liger", "eager again") if any(p in r["peers"] for r in results)]
+    limit = run.get("ceilings", {}).get("copy_bytes_per_s")
+    what = "device_ms" if limit else "wall_ms"
+    head = ["case", f"fused, {what[:-3]} ms", *(f"x {p}" for p in peers), "wall x eager", "host µs (eager's)"]
+    if limit:
+        head += ["of copy speed", "GEMMs alone, ms", "removed", "peak MiB (eager's)", "kept MiB (eager's)"]
+    rows = [head]
+    for r in results:
+        fused = r["peers"].get("fused", {})
+        time = fused.get(what)
+        row = [r["case"], _number(time and time["median"])]
+        row += [_ratio(ratio(r, p, what=what)) for p in peers]
+        row += [_ratio(ratio(r, "eager", what="wall_ms")), _pair(r, "host_us", 1)]
+        if limit:
+            speed = r["least_bytes"] / (time["median"] / 1e3) / limit if time and not r["flops"] else math.nan
+            gemms = r["peers"].get("gemms", {}).get("device_ms")
+            row += [_share(speed), _number(gemms and gemms["median"])]
+            row += [_share(removed(r)), _pair(r, "peak_bytes", 1 / 2**20), _pair(r, "kept_bytes", 1 / 2**20)]
+        rows.append(row)
+    rows += [[r["case"], r.get("error") or r.get("skipped", "")] + [""] * (len(head) - 2)
+             for r in run["results"] if "peers" not in r]  # fmt: skip
+    return rows
+
+
+def removed(result: dict[str, Any], by: str = "fused") -> float:
+    """The share of what eager spends beyond the matrix products that `by` saves; NaN where there are none."""
+    try:
+        times = [result["peers"][p]["device_ms"]["median"] for p in ("eager", by, "gemms")]
+    except (KeyError, TypeError):
+        return math.nan
+    return (times[0] - times[1]) / (times[0] - times[2])
+
+
+def model_rows(run: dict[str, Any]) -> list[list[str]]:
+    """One row a model: step time, speed-ups by wall and device, memory, and what compiling costs first."""
+    variants = ("patched", "compile", "patched+compile")
+    present = [v for v in variants if any(v in r.get("variants", {}) for r in run["results"])]
+    head = ["model", "eager, ms", *(f"{v} x" for v in present), "patched x (device)", "full step x", "peak memory x"]
+    if "compile" in present:
+        head.append("compile pays after")
+    rows = [head]
+    for r in run["results"]:
+        v = r.get("variants", {})
+        if "step_ms" not in v.get("eager", {}):
+            rows.append([r["case"], r.get("error") or r.get("skipped", "")] + [""] * (len(head) - 2))
+            continue
+        eager = v["eager"]
+        row = [r["case"], _number(eager["step_ms"]["median"])]
+        row += [_ratio(_over(v, p, "step_ms")) for p in present]
+        row += [_ratio(_over(v, "patched", w)) for w in ("device_ms", "full_ms")]
+        row.append(_ratio(1 / _over(v, "patched", "peak_bytes")))
+        if "compile" in present:
+            after = v.get("compile", {}).get("breaks_even_after")
+            row.append("-" if after is None else f"{after:.0f} steps")
+        rows.append(row)
+    return rows
+
+
+def brief(run: dict[str, Any]) -> list[str]:
+    """A run in a few lines: for a grid its smallest ratios, else one line a case."""
+    if "results" not in run:
+        return [json.dumps(run)[:600]]
+    if run.get("arguments", {}).get("grid"):
+        return grid_summary(run["results"])
+    if run["kind"] == "models":
+        return [" ".join(row) for row in model_rows(run)]
+    lines = [f"ceilings: {', '.join(f'{k} {v:.3g}' for k, v in run.get('ceilings', {}).items())}"]
+    limit = run.get("ceilings", {}).get("copy_bytes_per_s")
+    what = "device_ms" if limit else "wall_ms"
+    for r in run["results"]:
+        fused = r.get("peers", {}).get("fused", {}).get(what)
+        if fused is None:
+            lines.append(f"{r['case']}: {str(r.get('error') or r.get('skipped'))[:160]}")
+            continue
+        shown = [f"{p} x{ratio(r, p, what=what):.2f}" for p in r["peers"] if p not in ("fused", "gemms")]
+        share = removed(r)
+        if not math.isnan(share):
+            shown.append(f"removed {share:.0%} (compile {_share(removed(r, 'compile'))})")
+        elif limit and not r["flops"]:
+            shown.append(f"{r['least_bytes'] / (fused['median'] / 1e3) / limit:.0%} of copy")
+        shown.append(f"wall x{ratio(r, 'eager', what='wall_ms'):.2f}, host {_pair(r, 'host_us', 1)} us")
+        lines.append(f"{r['case']}: {fused['median']:.4g} ms, {', '.join(shown)}")
+    return lines
+
+
+def grid_summary(results: list[dict[str, Any]]) -> list[str]:
+    """The smallest ratios of a grid, beside what eager gives against itself."""
+    lines = []
+    for what in ("device_ms", "wall_ms"):
+        found = sorted(
+            (r, x["case"]) for x in results if not math.isnan(r := ratio(x, "eager", what=what, pick="best"))
+        )
+        control = [ratio(x, "eager", "eager again", what, "best") for x in results]
+        control = [r for r in control if not math.isnan(r)] or [math.nan]
+        resolved = f"eager against itself {min(control):.2f} to {max(control):.2f}"
+        lines.append(f"{what[:-3]} time: {len(found)} cases, {resolved}; smallest:")
+        lines += [f"  {r:.3f}  {name}" for r, name in found[:10]]
+    failed = [x for x in results if "peers" not in x or "error" in x]
+    return lines + [f"  {x['case']}: {str(x.get('error') or x.get('skipped'))[:120]}" for x in failed[:10]]
+
+
+def _over(variants: dict[str, Any], name: str, what: str) -> float:
+    try:
+        a, b = variants["eager"][what], variants[name][what]
+        return (a["median"] / b["median"]) if isinstance(a, dict) else a / b
+    except (KeyError, TypeError, ZeroDivisionError):
+        return math.nan
+
+
+def _pair(result: dict[str, Any], what: str, factor: float) -> str:
+    values = [result["peers"].get(p, {}).get(what) for p in ("fused", "eager")]
+    shown = [("-" if v is None else f"{(v['median'] if isinstance(v, dict) else v) * factor:.0f}") for v in values]
+    return f"{shown[0]} ({shown[1]})"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _share(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.0%}"
+
+
+def _ratio(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
