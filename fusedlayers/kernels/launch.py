@@ -1,8 +1,7 @@
 """The one place that launches a kernel: at least host time, on the tensor's own device and current stream.
 
-Triton's `kernel[grid](...)` binds and specialises every argument on each call. Here the compiled kernel is kept under
-a key of what Triton specialises on (dtypes, 16-byte alignment, sizes 1 and multiples of 16, constants) and its `run`
-is called directly.
+Triton's `kernel[grid](...)` binds and specialises every argument on each call. A `Launch` holds all of a call but its
+pointers, so that running it costs one look at each pointer and one call of the compiled kernel's own `run`.
 """
 
 from __future__ import annotations
@@ -17,70 +16,98 @@ from torch import Tensor
 from . import KernelError, interpreted
 
 _INTERPRETED = interpreted()
-_compiled: dict[Any, Any] = {}
-_constant_slots: dict[Any, tuple[bool, ...]] = {}
 _build_lock = threading.Lock()
 _MAX_X = 2**31 - 1
 _MAX_YZ = 65535
 
+built = 0
+"""Kernels compiled, or loaded from Triton's disk cache, in this process."""
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 2) -> None:
-    """Runs `kernel` over `grid` with all its parameters positionally, constants included.
+
+class Launch:
+    """A kernel with its grid, sizes and constants bound; calling it with the pointer arguments runs it.
+
+    The kernel's parameters are its pointers, then `rest` in order. Whoever keeps a `Launch` keeps it under the dtypes
+    of its pointers and under which of them are `None`.
 
     Raises:
-        KernelError: the kernel cannot be built or launched; nothing was run.
+        KernelError: the grid is larger than a GPU takes; on the first call: the kernel cannot be built or launched.
     """
-    x, y, z = (*grid, 1, 1)[:3]
-    if x == 0 or y == 0 or z == 0:
-        return
-    if x > _MAX_X or y > _MAX_YZ or z > _MAX_YZ:
-        raise KernelError(f"{_name(kernel)}: a grid of {grid} blocks is larger than a GPU takes")
-    if _INTERPRETED:
-        kernel[(x, y, z)](*args, num_warps=num_warps, num_stages=num_stages)
-        return
-    device = next(a.device.index for a in args if isinstance(a, Tensor))
-    current = torch.cuda.current_device()
-    if device != current:
-        with torch.cuda.device(device):
-            _launch(kernel, (x, y, z), args, num_warps, num_stages, device)
-    else:
-        _launch(kernel, (x, y, z), args, num_warps, num_stages, device)
+
+    __slots__ = ("_compiled", "grid", "kernel", "num_stages", "num_warps", "rest")
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], rest: tuple[Any, ...], num_warps: int = 4, num_stages: int = 2
+    ) -> None:
+        x, y, z = (*grid, 1, 1)[:3]
+        if x > _MAX_X or y > _MAX_YZ or z > _MAX_YZ:
+            raise KernelError(f"{kernel.__name__}: a grid of {grid} blocks is larger than a GPU takes")
+        self.kernel, self.grid, self.rest = kernel, (x, y, z), rest
+        self.num_warps, self.num_stages = num_warps, num_stages
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, *pointers: Tensor | None) -> None:
+        if _INTERPRETED:
+            if 0 not in self.grid:
+                options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+                self.kernel[self.grid](*pointers, *self.rest, **options)
+            return
+        addresses, bits, device = [], 0, -1
+        for p in pointers:
+            if p is None:
+                addresses.append(None)
+            else:
+                address = p.data_ptr()
+                addresses.append(address)
+                bits |= address
+                device = p.get_device() if device < 0 else device
+        # Triton compiles another kernel where a pointer is not 16-byte aligned
+        key = device if not bits & 15 else (device, *(a is None or a % 16 == 0 for a in addresses))
+        compiled = self._compiled.get(key)
+        if device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                self._run(compiled, key, device, pointers, addresses)
+        else:
+            self._run(compiled, key, device, pointers, addresses)
+
+    def _run(self, compiled: Any, key: Any, device: int, pointers: tuple[Tensor | None, ...], addresses: list) -> None:
+        if compiled is None:
+            if 0 not in self.grid:
+                self._compiled[key] = self._build(pointers)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        function, metadata = compiled.function, compiled.packed_metadata
+        compiled.run(*self.grid, stream, function, metadata, None, None, None, *addresses, *self.rest)
+
+    def _build(self, pointers: tuple[Tensor | None, ...]) -> Any:
+        """Compiles through Triton's own path, which also makes the first launch."""
+        global built
+        with _build_lock:
+            built += 1
+            try:
+                return self.kernel[self.grid](
+                    *pointers, *self.rest, num_warps=self.num_warps, num_stages=self.num_stages, enable_fp_fusion=True
+                )
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise KernelError(f"{self.kernel.__name__} could not be built or launched: {reason}") from error
 
 
-def _launch(kernel: Any, grid: tuple[int, int, int], args: tuple, num_warps: int, num_stages: int, device: int) -> None:
-    slots = _constant_slots.get(kernel.fn)
-    if slots is None:
-        slots = _constant_slots[kernel.fn] = tuple(p.is_constexpr for p in kernel.params)
-    key = (kernel.fn, device, num_warps, num_stages, *map(_special, args, slots))
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = _build(kernel, grid, args, num_warps, num_stages)
-        return
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 2) -> None:
+    """Runs `kernel` once, all its parameters given positionally, pointers first. Ops on a hot path keep a `Launch`."""
+    pointers = 0
+    while pointers < len(args) and (args[pointers] is None or isinstance(args[pointers], Tensor)):
+        pointers += 1
+    rest = args[pointers:]
+    dtypes = tuple(None if p is None else p.dtype for p in args[:pointers])
+    key = (kernel, grid, rest, dtypes, num_warps, num_stages)
+    prepared = _prepared.get(key)
+    if prepared is None:
+        if len(_prepared) >= _MOST_PREPARED:
+            _prepared.clear()
+        prepared = _prepared[key] = Launch(kernel, grid, rest, num_warps, num_stages)
+    prepared(*args[:pointers])
 
 
-def _build(kernel: Any, grid: tuple[int, int, int], args: tuple, num_warps: int, num_stages: int) -> Any:
-    """Compiles through Triton's own path, which also makes the first launch."""
-    with _build_lock:
-        try:
-            return kernel[grid](*args, num_warps=num_warps, num_stages=num_stages)
-        except Exception as error:
-            raise KernelError(
-                f"{_name(kernel)} could not be built or launched: {type(error).__name__}: {error}"
-            ) from error
-
-
-def _special(arg: Any, constant: bool) -> Any:
-    """What Triton compiles differently for: a superset of its own key, so that a hit is always the right kernel."""
-    if constant:
-        return arg
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    if arg.__class__ is int:
-        return 1 if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31)
-    return arg.__class__
-
-
-def _name(kernel: Any) -> str:
-    return getattr(kernel, "__name__", None) or getattr(kernel.fn, "__name__", str(kernel))
+_prepared: dict[Any, Launch] = {}
+_MOST_PREPARED = 4096

@@ -27,16 +27,16 @@ def sum_partials(partial_ptr, first_ptr, second_ptr, K, N, FROM: tl.constexpr, B
             base + k.to(tl.int64)[:, None] * N + n[None, :], mask=(k < K)[:, None] & in_n[None, :], other=0.0
         )
     result = tl.sum(total, axis=0)
-    if which == 0:
+    if first_ptr is not None and which == 0:
         tl.store(first_ptr + n, result.to(first_ptr.dtype.element_ty), mask=in_n)
-    else:
+    if second_ptr is not None and which == 1:
         tl.store(second_ptr + n, result.to(second_ptr.dtype.element_ty), mask=in_n)
 
 
-def finish(partial: Tensor, first: Tensor, second: Tensor, need_first: bool, need_second: bool) -> None:
-    """Sums `partial` (2, K, N) over K into `first` (N,) and `second` (N,), those that are needed."""
+def finish(partial: Tensor, first: Tensor | None, second: Tensor | None) -> None:
+    """Sums `partial` (2, K, N) over K into `first` (N,) and `second` (N,), those that are not `None`."""
     _, K, N = partial.shape
-    which = 0 if need_first else 1
     bn = min(next_power_of_2(N), 64)
     bk = max(1, min(next_power_of_2(K), 2048 // bn))
-    launch(sum_partials, (cdiv(N, bn), need_first + need_second), partial, first, second, K, N, which, bk, bn)
+    grid = (cdiv(N, bn), (first is not None) + (second is not None))
+    launch(sum_partials, grid, partial, first, second, K, N, int(first is None), bk, bn)

@@ -11,9 +11,11 @@ from torch import Tensor
 
 def needs_grad(*tensors: Any) -> bool:
     """Whether autograd will ask for a backward of a call on these arguments."""
-    if not torch.is_grad_enabled():
-        return False
-    return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if isinstance(t, Tensor) and t.requires_grad:
+                return True
+    return False
 
 
 def composite_backward(

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import kernels
 from ..activations import Activation
@@ -31,26 +30,21 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     }[dtype]
 
 
-def promoted(*operands: Tensor | float | None) -> torch.dtype:
-    """The dtype of an elementwise torch expression on these operands, left to right; `None` entries are skipped."""
-    present = [t for t in operands if t is not None]
-    first = present[0]
-    dtype = first.dtype
-    dims = first.dim()
-    for t in present[1:]:
-        if not isinstance(t, Tensor):
+def promoted(*operands: tuple[torch.dtype | None, int]) -> torch.dtype:
+    """The dtype of an elementwise torch expression on operands `(dtype, number of dims)`; numbers have dtype `None`."""
+    (dtype, dims), *others = operands
+    assert dtype is not None
+    for other, other_dims in others:
+        if other is None:
             continue
-        if t.dtype == dtype:
-            dims = max(dims, t.dim())
-        elif (t.dim() > 0) == (dims > 0):
-            dtype = torch.promote_types(dtype, t.dtype)
-        elif t.dim() > 0:
-            dtype, dims = t.dtype, t.dim()
+        if (other_dims > 0) == (dims > 0):
+            dtype = torch.promote_types(dtype, other)
+        elif other_dims > 0:
+            dtype = other
+        dims = max(dims, other_dims)
     return dtype
 
 
 def activated(act: Activation, dtype: torch.dtype, device_type: str) -> torch.dtype:
-    """The dtype of `act` on an input of `dtype`: autocast runs some activations in float32."""
-    if dtype in _LOW and device_type in act.spec.autocast_fp32 and torch.is_autocast_enabled(device_type):
-        return torch.float32
-    return dtype
+    """The dtype of `act` on an input of `dtype` under autocast on this device: some activations run in float32."""
+    return torch.float32 if dtype in _LOW and device_type in act.spec.autocast_fp32 else dtype

@@ -34,18 +34,17 @@ def affine_act(
     x: Tensor, scale: Coef, shift: Coef, act: Activation, dim: int | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """See `functional.affine_act`; `residual`, of the shape of `x`, is added before the activation."""
-    if _route.is_compiling():
-        return reference(x, scale, shift, act, dim, residual)
-    scale_, shift_ = _on_device(scale, x), _on_device(shift, x)
-    tensors = [t for t in (x, scale_, shift_, residual) if isinstance(t, Tensor)]
-    route, plan = _route.pick(OP, tensors, plan=lambda: _plan(x, scale_, shift_, dim, residual, act))
-    if route == "triton":
-        try:
-            if needs_grad(*tensors):
-                return _AffineAct.apply(x, scale_, shift_, residual, act, plan)[0]
-            return _forward(x, scale_, shift_, residual, act, plan)[1]
-        except KernelError as error:
-            _route.failed(OP, error)
+    if not _route.is_compiling():
+        scale_, shift_ = _on_device(scale, x), _on_device(shift, x)
+        tensors = [t for t in (x, scale_, shift_, residual) if isinstance(t, Tensor)]
+        route, call = _route.pick(OP, tensors, plan=lambda: _prepare(x, scale_, shift_, dim, residual, act))
+        if route == "triton":
+            try:
+                if needs_grad(*tensors):
+                    return _AffineAct.apply(x, scale_, shift_, residual, call)[0]
+                return call.forward(x, scale_, shift_, residual)[1]
+            except KernelError as error:
+                _route.failed(OP, error)
     return reference(x, scale, shift, act, dim, residual)
 
 
@@ -58,181 +57,224 @@ class _AffineAct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Coef, shift: Coef, residual: Tensor | None, act: Activation, plan: Coefficients
+        ctx: Any, x: Tensor, scale: Coef, shift: Coef, residual: Tensor | None, call: _Call
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.set_materialize_grads(False)
         need_x = ctx.needs_input_grad[1]
-        if act.name == "identity":
+        if call.act.name == "identity":
             ctx.mask = _NOTHING
         else:
             ctx.mask = _RECOMPUTE if need_x and residual is None else _KEPT
-        keep_z = ctx.mask == _KEPT and act.keeps == "input"
-        x, y, z, coef = _forward(x, scale, shift, residual, act, plan, keep_z, keep_coef=True)
+        keep_z = ctx.mask == _KEPT and call.act.keeps == "input"
+        x, y, z, coef = call.forward(x, scale, shift, residual, keep_z, keep_coef=True)
         kept = None if ctx.mask != _KEPT else z if keep_z else y
         ctx.save_for_backward(x if need_x else None, kept, coef)
-        ctx.act, ctx.plan, ctx.shape, ctx.stride = act, plan, x.shape, x.stride()
-        ctx.x_dtype, ctx.residual_dtype = x.dtype, None if residual is None else residual.dtype
-        ctx.coef_specs = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else None for t in (scale, shift))
+        ctx.call = call
         return y, z, coef
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, g_z: Tensor | None, g_coef: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved, call, needs = ctx.saved_tensors, ctx.call, ctx.needs_input_grad[:4]
         if torch.is_grad_enabled() or g_z is not None or g_coef is not None:
-            return _composite(ctx, g, g_z, g_coef)
+            return call.composite(*saved, ctx.mask, needs, g, g_z, g_coef)
         if g is None:
-            return (None,) * 6
+            return (None,) * 5
         try:
-            return _backward(ctx, g)
+            return call.backward(*saved, ctx.mask, needs, g)
         except KernelError as error:
             _route.failed(OP, error)
-            return _composite(ctx, g, None, None)
+            return call.composite(*saved, ctx.mask, needs, g, None, None)
 
 
-def _forward(
-    x: Tensor, scale: Coef, shift: Coef, residual: Tensor | None, act: Activation, plan: Coefficients,
-    keep_z: bool = False, keep_coef: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Returns `(x as read, y, z, coef)`; all but coef share x's dense strides."""
-    kernel, device_act = load("affine"), load("activations")
-    z_dtype = promoted(x, scale, shift, residual)
-    ct = compute_dtype(z_dtype)
-    x = with_strides(x, x.shape, plan.x_stride)
-    if residual is not None:
-        residual = with_strides(residual, x.shape, plan.x_stride)
-    y = torch.empty_like(x, dtype=activated(act, z_dtype, x.device.type))
-    z = torch.empty_like(x, dtype=z_dtype) if keep_z else None
-    coef = x.new_empty((2, plan.count), dtype=ct) if keep_coef else None
-    if ct == torch.float64:  # Triton passes Python floats as float32
-        scale, shift = (t if isinstance(t, Tensor) else x.new_full((), t, dtype=ct) for t in (scale, shift))
-    scale_ptr, scale_value = (scale, 0.0) if isinstance(scale, Tensor) else (None, float(scale))
-    shift_ptr, shift_value = (shift, 0.0) if isinstance(shift, Tensor) else (None, float(shift))
-    pointers = (x, residual, scale_ptr, shift_ptr, y, z, coef, scale_value, shift_value)
-    flags = (
-        triton_dtype(ct), device_act.value(act), *device_act.constants(act),
-        scale_ptr is not None, shift_ptr is not None, residual is not None, keep_z, keep_coef,
-    )  # fmt: skip
-    (scale_a, scale_c), (shift_a, shift_c) = plan.strides
-    grid, tile, warps = _forward_tile(plan)
-    if plan.family == "col":
-        _, T, C = plan.sizes
-        args = (*pointers, T, C, plan.count, scale_a, scale_c, shift_a, shift_c, *flags, *tile)
-        load("launch").launch(kernel.forward_col, grid, *args, num_warps=warps)
-    else:
-        args = (*pointers, *plan.sizes, scale_a, shift_a, *flags, *tile)
-        load("launch").launch(kernel.forward_row, grid, *args, num_warps=warps)
-    return x, y, z, coef
+class _Call:
+    """Everything about one kind of call that its tensors' values do not change, worked out once."""
 
+    def __init__(self, plan: Coefficients, act: Activation, shape: Any, dtypes: tuple, numbers: tuple, y_dtype: Any):
+        self.plan, self.act, self.shape, self.y_dtype = plan, act, shape, y_dtype
+        self.x_dtype, self.residual_dtype, *self.coef_dtypes, self.z_dtype = dtypes
+        self.coef_shapes, self.values = numbers
+        self.dtype = compute_dtype(self.z_dtype)
+        self._launches: dict[Any, Any] = {}
 
-def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    kernel, device_act, launch = load("affine"), load("activations"), load("launch").launch
-    x, kept, coef = ctx.saved_tensors
-    act, plan = ctx.act, ctx.plan
-    need_dx, need_scale, need_shift, need_res = ctx.needs_input_grad[:4]
-    g = with_strides(g, ctx.shape, ctx.stride)
-    dx = torch.empty_like(g, dtype=ctx.x_dtype) if need_dx else None
-    dres = torch.empty_like(g, dtype=ctx.residual_dtype) if need_res else None
-    grid, tile, warps, per_block, blocks = _backward_tile(plan)
-    K = plan.sizes[0] // plan.sizes[2] * blocks if plan.family == "row" else blocks
-    need_sums = need_scale or need_shift
-    partial = coef.new_empty((2, K, plan.count)) if need_sums else None
-    flags = (
-        triton_dtype(coef.dtype), device_act.value(act), device_act.gradient(act), act.keeps == "output",
-        *device_act.constants(act), ctx.mask, need_dx, need_res, need_scale, need_shift, *tile,
-    )  # fmt: skip
-    pointers = (g, x, kept, coef, dx, dres, partial)
-    if plan.family == "col":
-        _, T, C = plan.sizes
-        launch(kernel.backward_col, grid, *pointers, T, C, plan.count, per_block, blocks, *flags, num_warps=warps)
-    else:
-        launch(kernel.backward_row, grid, *pointers, *plan.sizes, per_block, blocks, K, *flags, num_warps=warps)
-    dscale = dshift = None
-    if need_sums:
-        whole = [spec is not None and spec[0].numel() == plan.count for spec in ctx.coef_specs]
-        out = [
-            coef.new_empty(plan.count, dtype=spec[1] if full else coef.dtype) if need else partial
-            for need, spec, full in zip((need_scale, need_shift), ctx.coef_specs, whole, strict=True)
-        ]
-        load("reduce").finish(partial, *out, need_scale, need_shift)
-        dscale = _shaped(plan, out[0], ctx.coef_specs[0]) if need_scale else None
-        dshift = _shaped(plan, out[1], ctx.coef_specs[1]) if need_shift else None
-    return dx, dscale, dshift, dres, None, None
+    def forward(
+        self,
+        x: Tensor,
+        scale: Coef,
+        shift: Coef,
+        residual: Tensor | None,
+        keep_z: bool = False,
+        keep_coef: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Returns `(x as read, y, z, coef)`; all but coef share x's dense strides."""
+        plan = self.plan
+        x = with_strides(x, self.shape, plan.x_stride)
+        if residual is not None:
+            residual = with_strides(residual, self.shape, plan.x_stride)
+        y = torch.empty_like(x) if self.y_dtype is x.dtype else torch.empty_like(x, dtype=self.y_dtype)
+        z = torch.empty_like(x, dtype=self.z_dtype) if keep_z else None
+        coef = x.new_empty((2, plan.count), dtype=self.dtype) if keep_coef else None
+        if self.dtype == torch.float64:  # Triton passes Python floats as float32
+            scale, shift = (t if isinstance(t, Tensor) else x.new_full((), t, dtype=self.dtype) for t in (scale, shift))
+        run = self._launches.get((keep_z, keep_coef)) or self._prepare_forward(keep_z, keep_coef)
+        scale = scale if isinstance(scale, Tensor) else None
+        run(x, residual, scale, shift if isinstance(shift, Tensor) else None, y, z, coef)
+        return x, y, z, coef
 
-
-def _composite(ctx: Any, g: Tensor | None, g_z: Tensor | None, g_coef: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The same gradients in torch ops, for higher derivatives."""
-    x, kept, coef = ctx.saved_tensors
-    act, plan, ct = ctx.act, ctx.plan, coef.dtype
-    need_dx, need_scale, need_shift, need_res = ctx.needs_input_grad[:4]
-    scale, shift = plan.view(coef[0]), plan.view(coef[1])
-    dz = None
-    if g is not None:
-        g = g.to(ct)
-        if ctx.mask == _NOTHING:
-            dz = g
+    def _prepare_forward(self, keep_z: bool, keep_coef: bool) -> Any:
+        kernel, device_act, plan = load("affine"), load("activations"), self.plan
+        has_scale, has_shift = (v is None or self.dtype == torch.float64 for v in self.values)
+        (scale_a, scale_c), (shift_a, shift_c) = plan.strides
+        grid, tile, warps = _forward_tile(plan)
+        scale, shift = (0.0 if v is None else v for v in self.values)
+        if plan.family == "col":
+            sizes = (plan.sizes[1], plan.sizes[2], plan.count, scale_a, scale_c, shift_a, shift_c)
         else:
-            if ctx.mask == _RECOMPUTE:
-                kept = scale * x.to(ct) + shift
-                kept = act(kept) if act.keeps == "output" else kept
-            dz = act.backward(g, kept.to(ct))
-    if g_z is not None:
-        dz = g_z.to(ct) if dz is None else dz + g_z.to(ct)
-    dx = dscale = dshift = dres = None
-    if dz is not None:
-        dx = (dz * scale).to(ctx.x_dtype) if need_dx else None
-        dres = dz.to(ctx.residual_dtype) if need_res else None
-        dscale = (dz * x.to(ct)).sum_to_size(plan.shape) if need_scale else None
-        dshift = dz.sum_to_size(plan.shape) if need_shift else None
-    grads = [dscale, dshift]
-    for i, need in enumerate((need_scale, need_shift)):
-        if need and g_coef is not None:
-            direct = plan.view(g_coef[i])
-            grads[i] = direct if grads[i] is None else grads[i] + direct
-        if grads[i] is not None:
-            shape, dtype = ctx.coef_specs[i]
-            grads[i] = _reduced(grads[i], plan, shape).to(dtype)
-    return dx, *grads, dres, None, None
+            sizes = (*plan.sizes, scale_a, shift_a)
+        flags = (has_scale, has_shift, self.residual_dtype is not None, keep_z, keep_coef)
+        rest = (scale, shift, *sizes, triton_dtype(self.dtype), device_act.value(self.act))
+        rest += (*device_act.constants(self.act), *flags, *tile)
+        entry = kernel.forward_col if plan.family == "col" else kernel.forward_row
+        run = self._launches[keep_z, keep_coef] = load("launch").Launch(entry, grid, rest, warps)
+        return run
+
+    def backward(
+        self, x: Tensor | None, kept: Tensor | None, coef: Tensor, mask: int, needs: tuple, g: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        plan = self.plan
+        need_dx, need_scale, need_shift, need_res = needs
+        g = with_strides(g, self.shape, plan.x_stride)
+        dx = dres = partial = dscale = dshift = None
+        if need_dx:
+            dx = torch.empty_like(g) if g.dtype is self.x_dtype else torch.empty_like(g, dtype=self.x_dtype)
+        if need_res:
+            dres = torch.empty_like(g, dtype=self.residual_dtype)
+        run, partials = self._launches.get((mask, needs)) or self._prepare_backward(mask, needs)
+        if need_scale or need_shift:
+            partial = coef.new_empty((2, partials, plan.count))
+        run(g, x, kept, coef, dx, dres, partial)
+        if partial is not None:
+            sums = [self._sum_buffer(i, coef) if needs[1 + i] else None for i in range(2)]
+            load("reduce").finish(partial, *sums)
+            dscale, dshift = (None if t is None else self._shaped(i, t) for i, t in enumerate(sums))
+        return dx, dscale, dshift, dres, None
+
+    def _prepare_backward(self, mask: int, needs: tuple) -> Any:
+        kernel, device_act, plan, act = load("affine"), load("activations"), self.plan, self.act
+        need_dx, need_scale, need_shift, need_res = needs
+        grid, tile, warps, per_block, blocks = _backward_tile(plan)
+        flags = (triton_dtype(self.dtype), device_act.value(act), device_act.gradient(act), act.keeps == "output")
+        flags += (*device_act.constants(act), mask, need_dx, need_res, need_scale, need_shift, *tile)
+        if plan.family == "col":
+            partials = blocks
+            entry, sizes = kernel.backward_col, (plan.sizes[1], plan.sizes[2], plan.count, per_block, blocks)
+        else:
+            R, _, P = plan.sizes
+            partials = R // P * blocks
+            entry, sizes = kernel.backward_row, (*plan.sizes, per_block, blocks, partials)
+        run = load("launch").Launch(entry, grid, (*sizes, *flags), warps), partials
+        self._launches[mask, needs] = run
+        return run
+
+    def composite(
+        self, x: Tensor | None, kept: Tensor | None, coef: Tensor, mask: int, needs: tuple,
+        g: Tensor | None, g_z: Tensor | None, g_coef: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """The same gradients in torch ops, for higher derivatives."""
+        act, plan, ct = self.act, self.plan, self.dtype
+        need_dx, need_scale, need_shift, need_res = needs
+        scale, shift = plan.view(coef[0]), plan.view(coef[1])
+        dz = None
+        if g is not None:
+            dz = g = g.to(ct)
+            if mask != _NOTHING:
+                if mask == _RECOMPUTE:
+                    kept = scale * x.to(ct) + shift
+                    kept = act(kept) if act.keeps == "output" else kept
+                dz = act.backward(g, kept.to(ct))
+        if g_z is not None:
+            dz = g_z.to(ct) if dz is None else dz + g_z.to(ct)
+        dx = dres = None
+        grads: list[Tensor | None] = [None, None]
+        if dz is not None:
+            dx = (dz * scale).to(self.x_dtype) if need_dx else None
+            dres = dz.to(self.residual_dtype) if need_res else None
+            grads[0] = (dz * x.to(ct)).sum_to_size(plan.shape) if need_scale else None
+            grads[1] = dz.sum_to_size(plan.shape) if need_shift else None
+        for i, need in enumerate((need_scale, need_shift)):
+            if need and g_coef is not None:
+                direct = plan.view(g_coef[i])
+                grads[i] = direct if grads[i] is None else grads[i] + direct
+            if grads[i] is not None:
+                grads[i] = self._reduced(i, grads[i]).to(self.coef_dtypes[i])
+        return dx, *grads, dres, None
+
+    def _sum_buffer(self, i: int, coef: Tensor) -> Tensor:
+        """Where coefficient i's gradient is summed: in its own shape, unless it still has to shrink."""
+        shape = self.coef_shapes[i]
+        if self._is_whole(i):
+            return torch.empty(shape, dtype=self.coef_dtypes[i], device=coef.device)
+        return torch.empty(self.plan.count, dtype=coef.dtype, device=coef.device)
+
+    def _is_whole(self, i: int) -> bool:
+        return self.coef_shapes[i].numel() == self.plan.count and self.plan.in_order
+
+    def _shaped(self, i: int, flat: Tensor) -> Tensor:
+        return flat if self._is_whole(i) else self._reduced(i, self.plan.view(flat)).to(self.coef_dtypes[i])
+
+    def _reduced(self, i: int, full: Tensor) -> Tensor:
+        """Sums the broadcast coefficients down to the shape coefficient i came in."""
+        shape, dim = self.coef_shapes[i], self.plan.dim
+        if dim is not None and len(shape) == 1:
+            aligned = [1] * full.dim()
+            aligned[dim] = shape[0]
+            return full.sum_to_size(aligned).reshape(shape)
+        return full.sum_to_size(shape)
 
 
-def _shaped(plan: Coefficients, flat: Tensor, spec: tuple[torch.Size, torch.dtype]) -> Tensor:
-    """Sums `(count,)` down to the coefficient's own shape and dtype."""
-    shape, dtype = spec
-    if flat.numel() == shape.numel() and plan.in_order:
-        return flat.view(shape)
-    return _reduced(plan.view(flat), plan, shape).to(dtype)
-
-
-def _reduced(full: Tensor, plan: Coefficients, shape: torch.Size) -> Tensor:
-    if plan.dim is not None and len(shape) == 1:
-        aligned = [1] * full.dim()
-        aligned[plan.dim] = shape[0]
-        return full.sum_to_size(aligned).reshape(shape)
-    return full.sum_to_size(shape)
-
-
-def _plan(
+def _prepare(
     x: Tensor, scale: Coef, shift: Coef, dim: int | None, residual: Tensor | None, act: Activation
-) -> Coefficients | str:
-    """The loops of this call, or why the kernels cannot take it."""
-    if x.numel() == 0:
-        return "the batch is empty"
+) -> _Call | str:
+    """The prepared call, or why the kernels cannot take these arguments."""
     if residual is not None and residual.shape != x.shape:
         return "residual broadcasts"
-    if not load("activations").supports(act):
-        return f"{act.name} has no kernel"
-    operands = tuple((t.shape, t.stride()) if isinstance(t, Tensor) else ((), ()) for t in (scale, shift))
-    return _cached_plan(x.shape, x.stride(), operands, dim)
+    fp32 = act.spec.autocast_fp32 and torch.is_autocast_enabled(x.device.type)
+    residual_dtype = None if residual is None else residual.dtype
+    return _cached_call(
+        act, dim, x.shape, x.stride(), x.dtype, _key(scale), _key(shift), residual_dtype, fp32 and x.device.type
+    )
+
+
+def _key(t: Coef) -> Any:
+    return (t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else float(t)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached_plan(shape: Any, stride: Any, operands: Any, dim: int | None) -> Coefficients | str:
+def _cached_call(
+    act: Activation, dim: int | None, shape: Any, stride: Any, dtype: torch.dtype, scale: Any, shift: Any,
+    residual_dtype: torch.dtype | None, autocast_device: str | None,
+) -> _Call | str:  # fmt: skip
+    if 0 in shape:
+        return "the batch is empty"
+    if not load("activations").supports(act):
+        return f"{act.name} has no kernel"
+    keys = (scale, shift)
+    operands = tuple(((), ()) if isinstance(k, float) else k[:2] for k in keys)
     if dim is not None:
         if not -len(shape) <= dim < len(shape) or any(len(s) > 1 for s, _ in operands):
             return "dim does not fit"
         dim %= len(shape)
         after = len(shape) - 1 - dim
         operands = tuple((s + (1,) * after, st + (0,) * after) if s else (s, st) for s, st in operands)
-    found = coefficients(tuple(shape), tuple(stride), *operands, dim=dim)
-    return "the coefficients broadcast in more than two loops" if found is None else found
+    plan = coefficients(tuple(shape), tuple(stride), *operands, dim=dim)
+    if plan is None:
+        return "the coefficients broadcast in more than two loops"
+    coef_dtypes = [None if isinstance(k, float) else k[2] for k in keys]
+    dims = [0 if isinstance(k, float) else len(k[0]) for k in keys]
+    z_dtype = promoted((dtype, len(shape)), *zip(coef_dtypes, dims, strict=True), (residual_dtype, len(shape)))
+    y_dtype = activated(act, z_dtype, autocast_device) if autocast_device else z_dtype
+    shapes = [None if isinstance(k, float) else k[0] for k in keys]
+    values = [k if isinstance(k, float) else None for k in keys]
+    return _Call(plan, act, shape, (dtype, residual_dtype, *coef_dtypes, z_dtype), (shapes, values), y_dtype)
 
 
 def _on_device(t: Coef, x: Tensor) -> Coef:
@@ -259,11 +301,11 @@ def _along(t: Coef, x: Tensor, dim: int) -> Coef:
 
 @functools.lru_cache(maxsize=4096)
 def _forward_tile(plan: Coefficients) -> tuple[tuple[int], tuple[int, int], int]:
-    """Grid, tile and warps of the forward: about 4096 elements a block, wide along memory."""
+    """Grid, tile and warps of the forward: 2048 elements a block, wide along memory."""
     a, b, c = plan.sizes
     if plan.family == "col":
         wide = min(next_power_of_2(c), 1024)
-        tall = max(1, min(next_power_of_2(b), 4096 // wide))
+        tall = max(1, min(next_power_of_2(b), 2048 // wide))
         return (a * cdiv(b, tall) * cdiv(c, wide),), (tall, wide), 4
     wide = min(next_power_of_2(b), 4096)
     tall = max(1, min(next_power_of_2(a), 4096 // wide))
@@ -277,9 +319,9 @@ def _backward_tile(plan: Coefficients) -> tuple[tuple[int], tuple[int, int], int
     Enough blocks to fill a GPU several times over, few enough that the second stage reads little.
     """
     a, b, c = plan.sizes
-    target = 1024
+    target = 528  # four blocks on each of 132 multiprocessors
     if plan.family == "col":
-        wide = min(next_power_of_2(c), 256)
+        wide = min(next_power_of_2(c), 128)
         tall = max(1, min(next_power_of_2(b), 2048 // wide))
         across = a * cdiv(c, wide)
         blocks = max(1, min(cdiv(b, tall), target // across if across < target else 1))
