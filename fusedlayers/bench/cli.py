@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from . import ops, report
-from .peers import PEERS, Case, run_cases
+from .peers import PEERS, Case, DeviceLost, run_cases
 from .timing import QUICK, Budget, Effort
 
 
@@ -23,32 +25,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = set(peers) - set(PEERS)
     if unknown:
         raise SystemExit(f"bench: unknown peers {', '.join(sorted(unknown))} (known: {', '.join(PEERS)})")
-    if args.kind == "models":
-        from . import models
+    try:
+        if args.kind == "models":
+            from . import models
 
-        return models.main(args, peers, device, budget)
+            return models.main(args, peers, device, budget)
+        return run(args, peers, device, budget)
+    except DeviceLost as lost:
+        print(f"the device is lost ({lost}); going on in a new process", flush=True)
+        more = ["--resume", *([] if args.budget is None else ["--budget", f"{max(budget.left, 0):.0f}"])]
+        command = [sys.executable, "-m", "fusedlayers.bench", *(sys.argv[1:] if argv is None else argv), *more]
+        os.execv(sys.executable, command)
+
+
+def run(args: argparse.Namespace, peers: list[str], device: str, budget: Budget) -> int:
+    """The kinds that are made of cases: ops and layers."""
     cases = chosen(args, device)
     if not cases:
         raise SystemExit(f"bench: no case matches {args.only!r}")
-    run = report.envelope(args.kind, device, _public(args))
+    found = report.envelope(args.kind, device, _public(args))
     name = args.kind + ("-grid" if args.grid else "")
-    path = args.json or report.folder(run["hardware"]["name"]) / f"{name}.json"
+    path = args.json or report.folder(found["hardware"]["name"]) / f"{name}.json"
+    if args.resume:
+        found["results"] = report.earlier(path)
+        done = {r["case"] for r in found["results"]}
+        cases = [c for c in cases if c.name not in done]
     effort = (Effort(rounds=40, turn_ms=1.0) if args.grid else Effort()) if device == "cuda" else QUICK
 
     def emit(result: dict[str, Any]) -> None:
-        run["results"].append(result)
-        report.save(run, path)  # after each case, so that a run that is cut off leaves what it had
+        found["results"].append(result)
+        report.save(found, path)  # after each case, so that a run that is cut off leaves what it had
         print(one_line(result), flush=True)
 
     run_cases(cases, peers, device, effort, budget, emit, control=args.grid)
     if args.grid:
-        print("\n".join(report.grid_summary(run["results"])))
+        print("\n".join(report.grid_summary(found["results"])))
     if args.plot:
         from . import plots
 
-        print(*plots.draw(run, path), sep="\n")
+        print(*plots.draw(found, path), sep="\n")
     print(f"written: {path}")
-    return 1 if any("error" in r for r in run["results"]) else 0
+    return 1 if any("error" in r for r in found["results"]) else 0
 
 
 def chosen(args: argparse.Namespace, device: str) -> list[Case]:
@@ -91,4 +108,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="*", metavar="GLOB", help="only the cases whose name matches")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no case after this time")
     parser.add_argument("--grid", action="store_true", help="ops: many sizes against eager and a second copy of it")
+    parser.add_argument("--resume", action="store_true", help="keep what the JSON has, run only what is missing")
     return parser

@@ -120,10 +120,26 @@ def run_cases(
             emit(run_case(case, peers, device, effort, control))
         except Exception as error:
             emit({"case": case.name, "error": f"{type(error).__name__}: {error}"[:1000]})
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.synchronize()  # raises where the device is lost: nothing after it could be measured
-            torch.cuda.empty_cache()
+        clear(device)
+
+
+class DeviceLost(RuntimeError):
+    """An earlier fault left the device unusable in this process."""
+
+
+def clear(device: str) -> None:
+    """Frees what the last case held.
+
+    Raises:
+        DeviceLost: after a fault such as an illegal address, nothing more can run in this process.
+    """
+    gc.collect()
+    if device == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except Exception as error:
+            raise DeviceLost(str(error)) from error
+        torch.cuda.empty_cache()
 
 
 def ratio(result: dict[str, Any], over: str, of: str = "fused", what: str = "device_ms", pick: str = "median") -> float:

@@ -73,6 +73,13 @@ def save(run: dict[str, Any], path: str | Path) -> Path:
     return path
 
 
+def earlier(path: str | Path) -> list[dict[str, Any]]:
+    """The results a file has from a run that was cut off, without those that never ran."""
+    path = Path(path)
+    found = json.loads(path.read_text())["results"] if path.exists() else []
+    return [r for r in found if "skipped" not in r]
+
+
 def _rounded(value: Any) -> Any:
     """Six figures are more than any of them is good for."""
     if isinstance(value, float):

@@ -94,12 +94,12 @@ def compare(
         try:
             for i in range(max(3, sets)):
                 call(i % sets)
-            _sync(device)
+            sync(device)
             timings[name].peak_bytes = peak_memory(lambda call=call: call(0)) if device == "cuda" else None
             alive[name] = call
         except Exception as error:
             timings[name].notes.append(f"{type(error).__name__}: {error}"[:500])
-            _sync(device)
+            sync(device)
     if device == "cuda":
         _device_times(alive, sets, effort, timings)
     _wall_times(alive, sets, effort, timings, device)
@@ -177,7 +177,7 @@ def _wall_times(
     for name, call in calls.items():
         begin = time.perf_counter()
         call(0)
-        _sync(device)
+        sync(device)
         took = (time.perf_counter() - begin) * 1e3
         # at most 50 calls, so that the queue to the device does not fill up and stall the host
         repeats[name] = max(1, min(effort.most_calls, 50, round(effort.turn_ms / max(took, 1e-3))))
@@ -186,12 +186,12 @@ def _wall_times(
     for _ in range(effort.rounds):
         for name, call in calls.items():
             n = repeats[name]
-            _sync(device)
+            sync(device)
             begin = time.perf_counter()
             for i in range(n):
                 call(i % sets)
             queued = time.perf_counter()
-            _sync(device)
+            sync(device)
             done = time.perf_counter()
             wall[name].append((done - begin) / n * 1e3)
             host[name].append((queued - begin) / n * 1e6)
@@ -255,6 +255,15 @@ def input_sets(nbytes: int) -> int:
     return max(1, min(8, -(-3 * cache // max(nbytes, 1))))
 
 
-def _sync(device: str) -> None:
+def seconds(step: Callable[[], Any], device: str) -> float:
+    """Wall time of one call, synchronised at both ends."""
+    sync(device)
+    begin = time.perf_counter()
+    step()
+    sync(device)
+    return time.perf_counter() - begin
+
+
+def sync(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()

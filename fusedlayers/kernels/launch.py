@@ -20,14 +20,19 @@ _build_lock = threading.Lock()
 _MAX_X = 2**31 - 1
 _MAX_YZ = 65535
 
-built = 0
-"""Kernels compiled, or loaded from Triton's disk cache, in this process."""
+_built: dict[int, Any] = {}
+
+
+def kernels_built() -> int:
+    """How many kernels were compiled, or loaded from Triton's disk cache, in this process."""
+    return len(_built)
 
 
 class Launch:
     """A kernel with its grid, sizes and constants bound; calling it with the pointer arguments runs it.
 
-    The kernel's parameters are its pointers, then `rest` in order. Whoever keeps a `Launch` keeps it under the dtypes
+    The kernel's parameters are its pointers, then `numbers`, then `rest` in order. `numbers` may differ from call to
+    call: int32s that the kernel names in `do_not_specialize`. Whoever keeps a `Launch` keeps it under the dtypes
     of its pointers and under which of them are `None`.
 
     Raises:
@@ -46,11 +51,11 @@ class Launch:
         self.num_warps, self.num_stages = num_warps, num_stages
         self._compiled: dict[Any, Any] = {}
 
-    def __call__(self, *pointers: Tensor | None) -> None:
+    def __call__(self, *pointers: Tensor | None, numbers: tuple[int, ...] = ()) -> None:
         if _INTERPRETED:
             if 0 not in self.grid:
                 options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-                self.kernel[self.grid](*pointers, *self.rest, **options)
+                self.kernel[self.grid](*pointers, *numbers, *self.rest, **options)
             return
         addresses, bits, device = [], 0, -1
         for p in pointers:
@@ -66,31 +71,33 @@ class Launch:
         compiled = self._compiled.get(key)
         if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                self._run(compiled, key, device, pointers, addresses)
+                self._run(compiled, key, device, pointers, addresses, numbers)
         else:
-            self._run(compiled, key, device, pointers, addresses)
+            self._run(compiled, key, device, pointers, addresses, numbers)
 
-    def _run(self, compiled: Any, key: Any, device: int, pointers: tuple[Tensor | None, ...], addresses: list) -> None:
+    def _run(
+        self, compiled: Any, key: Any, device: int, pointers: tuple[Tensor | None, ...], addresses: list,
+        numbers: tuple[int, ...],
+    ) -> None:  # fmt: skip
         if compiled is None:
             if 0 not in self.grid:
-                self._compiled[key] = self._build(pointers)
+                self._compiled[key] = self._build(pointers, numbers)
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
         function, metadata = compiled.function, compiled.packed_metadata
-        compiled.run(*self.grid, stream, function, metadata, None, None, None, *addresses, *self.rest)
+        compiled.run(*self.grid, stream, function, metadata, None, None, None, *addresses, *numbers, *self.rest)
 
-    def _build(self, pointers: tuple[Tensor | None, ...]) -> Any:
+    def _build(self, pointers: tuple[Tensor | None, ...], numbers: tuple[int, ...]) -> Any:
         """Compiles through Triton's own path, which also makes the first launch."""
-        global built
         with _build_lock:
-            built += 1
             try:
-                return self.kernel[self.grid](
-                    *pointers, *self.rest, num_warps=self.num_warps, num_stages=self.num_stages, enable_fp_fusion=True
-                )
+                options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+                compiled = self.kernel[self.grid](*pointers, *numbers, *self.rest, **options)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise KernelError(f"{self.kernel.__name__} could not be built or launched: {reason}") from error
+            _built[id(compiled)] = compiled  # several launches share one kernel
+            return compiled
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 2) -> None:

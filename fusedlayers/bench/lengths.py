@@ -1,0 +1,62 @@
+"""A language model on a hundred batches of random length: does any later step wait for a kernel to be built?"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..kernels import load
+from .timing import Budget, seconds
+from .workloads import Workload, training_step, variant, workloads
+
+STEPS, SETTLED = 100, 10
+
+
+def measure(device: str, peers: Sequence[str], budget: Budget) -> dict[str, Any]:
+    """Steps of BERT-base on 8 sequences of 16 to 512 tokens, never warmed up, plain, patched and compiled."""
+    workload = next(w for w in workloads() if "bert" in w.name)
+    variants = ("eager", "patched", *(("compile",) if "compile" in peers else ()))
+    found: dict[str, Any] = {}
+    for name in variants:
+        if budget.left < 30:
+            found[name] = {"skipped": "the time budget was used up"}
+            continue
+        found[name] = _steps(workload, name, device)
+    return {"lengths": found}
+
+
+def _steps(workload: Workload, name: str, device: str) -> dict[str, Any]:
+    model, _ = workload.build(device, device == "cpu")
+    model = torch.compile(model, dynamic=True) if name == "compile" else variant(name, model, {})
+    draw = random.Random(0)
+    longest, steps = (512, STEPS) if device == "cuda" else (32, 12)
+    lengths = [draw.randint(16, longest) for _ in range(steps)]
+
+    def step(length: int) -> float:
+        ids = torch.randint(1000, (8, length), device=device)
+        return 1e3 * seconds(lambda: training_step(model, workload.loss, (ids,), device), device)
+
+    first, built = [], 0
+    for i, length in enumerate(lengths):
+        if i == SETTLED:
+            built = kernels_built()
+        first.append(step(length))
+    built = kernels_built() - built
+    usual = {n: statistics.median(step(n) for _ in range(4)) for n in sorted(set(lengths))}
+    late = [t / usual[n] for t, n in zip(first[SETTLED:], lengths[SETTLED:], strict=True)]
+    return {
+        "kernels_built_after_ten_steps": built,
+        "first_ten_steps_s": sum(first[:SETTLED]) / 1e3,
+        "worst_step_over_its_median": max(late),
+        "steps_above_twice": sum(r > 2 for r in late),
+        "mean_step_ms": statistics.mean(usual[n] for n in lengths),
+    }
+
+
+def kernels_built() -> int:
+    """How many kernels this process has built and keeps ready."""
+    return load("launch").kernels_built()

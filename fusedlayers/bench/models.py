@@ -1,0 +1,189 @@
+"""Training steps of whole networks: as they are, patched, compiled, and patched then compiled."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import first_step, lengths, report
+from .peers import clear
+from .timing import Budget, Spread, peak_memory, seconds, spread, sync
+from .workloads import Workload, training_step, variant, workloads
+
+COMPILE_NEEDS_S = 100.0
+"""Seconds that must be left to start measuring one compiled model: its warm-up, twice, and the timing."""
+
+
+def main(args: argparse.Namespace, peers: Sequence[str], device: str, budget: Budget) -> int:
+    """Measures every chosen model plain and patched first, then, with the time that is left, compiled."""
+    torch.backends.cudnn.benchmark = True
+    run = report.envelope("models", device, {"peers": args.peers, "only": args.only, "budget": args.budget})
+    path = args.json or report.folder(run["hardware"]["name"]) / "models.json"
+    if args.resume:
+        run["results"] = report.earlier(path)
+    by_name = {r["case"]: r for r in run["results"]}
+
+    def emit(result: dict[str, Any]) -> None:
+        by_name[result["case"]] = result
+        run["results"] = list(by_name.values())
+        report.save(run, path)
+        print(one_line(result), flush=True)
+
+    chosen = [w for w in workloads() if fnmatch.fnmatch(w.name, args.only)]
+    passes = [("eager", "patched")]
+    if "compile" in peers:
+        fresh_compile_cache()
+        passes.append(("eager", "patched", "compile", "patched+compile"))
+    for variants in passes:
+        for workload in chosen:
+            before = by_name.get(workload.name, {})
+            if set(variants) <= set(before.get("variants", {})):
+                continue
+            if budget.left < (COMPILE_NEEDS_S if "compile" in variants and device == "cuda" else 0):
+                if not before:
+                    emit({"case": workload.name, "skipped": "the time budget was used up"})
+                continue
+            result = attempt(workload, variants, device)
+            if "error" in result and before:
+                result = {**before, "compile_error": result["error"]}
+            emit(result)
+            clear(device)
+    for name, measure in (("first-step", first_step.measure), ("lengths", lengths.measure)):
+        if args.only == name:
+            emit({"case": name, **measure(device, peers, budget)})
+    if args.plot:
+        from . import plots
+
+        print(*plots.draw(run, path), sep="\n")
+    print(f"written: {path}")
+    return 1 if any("error" in r for r in run["results"]) else 0
+
+
+def attempt(workload: Workload, variants: Sequence[str], device: str) -> dict[str, Any]:
+    """A model's measurements, or why there are none."""
+    try:
+        found = measure(workload, variants, device)
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}"[:1500]}
+    torch._dynamo.reset()
+    return {"case": workload.name, **found}
+
+
+def measure(workload: Workload, variants: Sequence[str], device: str) -> dict[str, Any]:
+    """Wall and device time, full step, peak memory and warm-up of each variant, taking turns in every round."""
+    torch.manual_seed(0)
+    model, batch = workload.build(device, device == "cpu")
+    found: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Callable[[], Any]] = {}
+    models: dict[str, nn.Module] = {}
+    for name in variants:
+        record: dict[str, Any] = {}
+        made = models[name] = variant(name, model, record)
+        steps[name] = lambda made=made: training_step(made, workload.loss, batch, device)
+        record["first_step_s"] = seconds(steps[name], device)
+        record["warm_up_s"] = record["first_step_s"] + sum(seconds(steps[name], device) for _ in range(2))
+        if name == "compile":
+            record["warm_cache_first_step_s"] = _compiled_again(made, workload, batch, device)
+        if device == "cuda":
+            own = sum(t.nbytes for t in (*made.parameters(), *made.buffers()))
+            drop_gradients(made)
+            record["peak_bytes"] = own + peak_memory(steps[name])
+        drop_gradients(made)
+        found[name] = record
+    for name, times in in_turns(steps, device).items():
+        found[name]["step_ms"] = vars(times)
+    for name, step in steps.items():
+        if device == "cuda":
+            found[name].update(device_share(step))
+            found[name]["host_bound"] = found[name]["device_ms"] < 0.9 * found[name]["step_ms"]["median"]
+    full = {name: full_step(models[name], steps[name]) for name in steps}
+    for name, times in in_turns(full, device, rounds=6).items():
+        found[name]["full_ms"] = vars(times)
+    for name in set(found) & {"compile", "patched+compile"}:
+        saved = found["eager"]["step_ms"]["median"] - found[name]["step_ms"]["median"]
+        spent = found[name]["warm_up_s"] * 1e3 - 3 * found[name]["step_ms"]["median"]
+        found[name]["breaks_even_after"] = spent / saved if saved > 0 else None
+    return {"variants": found}
+
+
+def in_turns(steps: dict[str, Callable[[], Any]], device: str, rounds: int = 12) -> dict[str, Spread]:
+    """Milliseconds a step, synchronised around a few steps, every variant in every round."""
+    few = {}
+    for name, step in steps.items():
+        few[name] = max(1, min(20, int(0.12 / max(seconds(step, device), 1e-4)))) if device == "cuda" else 1
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds if device == "cuda" else 2):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            for _ in range(few[name]):
+                step()
+            sync(device)
+            samples[name].append((time.perf_counter() - begin) / few[name] * 1e3)
+    return {name: spread(found) for name, found in samples.items()}
+
+
+def full_step(model: nn.Module, step: Callable[[], Any]) -> Callable[[], None]:
+    """The step with gradient clipping and a fused AdamW."""
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+
+    def full() -> None:
+        step()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+        optimizer.step()
+
+    return full
+
+
+def device_share(step: Callable[[], Any], steps: int = 2) -> dict[str, Any]:
+    """Milliseconds of device work a step and kernels started, summed over a profile, and the heaviest kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    rows = [e for e in profiled.key_averages() if e.self_device_time_total > 0]
+    rows.sort(key=lambda e: -e.self_device_time_total)
+    return {
+        "device_ms": sum(e.self_device_time_total for e in rows) / steps / 1e3,
+        "launches": sum(e.count for e in rows) // steps,
+        "kernels": [[e.key[:90], e.self_device_time_total / steps / 1e3, e.count // steps] for e in rows[:14]],
+    }
+
+
+def one_line(result: dict[str, Any]) -> str:
+    if "variants" not in result:
+        return f"{result['case']}: " + str(result.get("error") or result.get("skipped") or result)[:400]
+    shown = [
+        f"{name} {v['step_ms']['median']:.2f} ms (device {v.get('device_ms') or float('nan'):.2f})"
+        for name, v in result["variants"].items()
+    ]
+    return f"{result['case']}: " + " | ".join(shown)
+
+
+def fresh_compile_cache() -> None:
+    """So that a warm-up that is reported as cold is cold."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
+
+
+def drop_gradients(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+def _compiled_again(made: nn.Module, workload: Workload, batch: tuple, device: str) -> float:
+    """Seconds to the first step of the same model compiled anew, with the caches on disk now warm."""
+    torch._dynamo.reset()
+    again = torch.compile(getattr(made, "_orig_mod", made))
+    return seconds(lambda: training_step(again, workload.loss, batch, device), device)
