@@ -1,0 +1,87 @@
+"""Tables and pictures from the JSON files of `benchmarks/results`, and the README's block of figures.
+
+python benchmarks/render.py            # writes RESULTS.md and the PNGs beside the JSON files, and the README's block
+python benchmarks/render.py --check    # fails where the README's block is not what the JSON files say
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from fusedlayers.bench import plots, report  # noqa: E402
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+KINDS = {"models": "Training steps of whole networks", "layers": "Whole layers", "ops": "Ops"}
+OTHERS = {"grid": "Every op from one row to 65536"}
+
+
+def load(folder: Path) -> dict[str, dict]:
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        data = json.loads(path.read_text())
+        if "results" in data and "hardware" in data:
+            found[path.stem] = data
+    return found
+
+
+def page(runs: dict[str, dict]) -> str:
+    """Everything measured on one device, as one Markdown page."""
+    parts = []
+    for name, run in runs.items():
+        title = KINDS.get(name) or OTHERS.get(name) or name.replace("_", " ").replace("-", " ").capitalize()
+        parts.append(f"## {title}\n\n{report.markdown(run)}")
+        if run.get("arguments", {}).get("grid"):
+            parts.append("```\n" + "\n".join(report.grid_summary(run["results"])) + "\n```\n")
+    return "\n".join(parts)
+
+
+def readme_block(runs: dict[str, dict], device: Path) -> str:
+    """The table of the networks and their picture: what a reader of the README looks for first."""
+    if "models" not in runs:
+        return ""
+    where = device.relative_to(ROOT).as_posix()
+    return (
+        f"{report.markdown(runs['models'])}\n![Training steps against eager and torch.compile]({where}/models.png)\n\n"
+        f"All figures, also of single ops and layers: [{where}/RESULTS.md]({where}/RESULTS.md).\n"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--no-plots", action="store_true", help="leave the PNGs as they are")
+    args = parser.parse_args()
+    folders = [f for f in sorted((ROOT / report.RESULTS).glob("*")) if f.is_dir() and load(f)]
+    blocks = []
+    for folder in folders:
+        runs = load(folder)
+        blocks.append(readme_block(runs, folder))
+        if args.check:
+            continue
+        (folder / "RESULTS.md").write_text(page(runs))
+        if not args.no_plots:
+            for name, run in runs.items():
+                plots.draw(run, folder / f"{name}.json")
+    readme = ROOT / "README.md"
+    text = readme.read_text() if readme.exists() else ""
+    if BEGIN not in text:
+        return 0
+    block = "\n".join(filter(None, blocks)).strip()
+    made = re.sub(
+        f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n{block}\n{END}", text, count=1, flags=re.DOTALL
+    )
+    if args.check:
+        return int(made != text)
+    readme.write_text(made)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
