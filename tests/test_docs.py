@@ -1,0 +1,63 @@
+"""Every `python` block of the README and docs/ runs, in the order in which a reader meets them; links lead somewhere.
+
+The blocks of one file share one namespace, and each file starts a new one, so that a reader can start at its top.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedlayers as fl
+from fusedlayers.activations import _SPECS, _forget_lookups
+from fusedlayers.patch import rule as patch_rule
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
+ids = [str(path.relative_to(ROOT)) for path in FILES]
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Takes back what a block registers or sets for the process."""
+    tables = (_SPECS, patch_rule._rules)
+    before = [dict(table) for table in tables]
+    with fl.settings(route=fl.settings.route, dropout=fl.settings.dropout, cache=fl.settings.cache):
+        yield
+    for table, was in zip(tables, before, strict=True):
+        table.clear()
+        table.update(was)
+    _forget_lookups()
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+@pytest.mark.usefixtures("restored")
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_run(path, tmp_path, monkeypatch):
+    text = path.read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names = {"__name__": f"docs_{path.stem.replace('-', '_')}"}
+    for found in BLOCK.finditer(text):
+        line = text.count("\n", 0, found.start()) + 1
+        exec(compile("\n" * line + found[1], str(path.relative_to(ROOT)), "exec"), names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_links_lead_somewhere(path):
+    for found in LINK.finditer(path.read_text(encoding="utf-8")):
+        target, _, anchor = (found[1] or found[2]).partition("#")
+        if target.startswith(("http:", "https:")):
+            continue
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), f"{target} does not exist"
+        if anchor:
+            titles = [re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in HEADING.findall(file.read_text())]
+            assert anchor in titles, f"{target} has no heading #{anchor}"
