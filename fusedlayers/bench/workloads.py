@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..patch import explain, patch_model
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -102,12 +104,10 @@ def variant(name: str, model: nn.Module, record: dict[str, Any]) -> nn.Module:
     """A copy of the model as the variant has it; what patching found goes to `record`."""
     made = copy.deepcopy(model)
     if "patched" in name:
-        import fusedlayers as fl
-
         begin = time.perf_counter()
-        made = fl.patch_model(made, on_fallback="ignore")
+        made = patch_model(made, on_fallback="ignore")
         record["patching_s"] = time.perf_counter() - begin
-        found = fl.explain(made)
+        found = explain(made)
         record["sites"] = {kind: len(getattr(found, kind)) for kind in ("fused", "reduced", "skipped")}
     if "compile" in name:
         torch._dynamo.reset()

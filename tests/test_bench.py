@@ -1,0 +1,187 @@
+"""The benchmarks run without a GPU, at tiny sizes; a failure or a lack of time is a result and costs nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fusedlayers.bench import cli, first_step, lengths, main, models, ops, peers, plots, report, workloads
+from fusedlayers.bench.layers import cases as layer_cases
+from fusedlayers.bench.timing import QUICK, Budget, compare, kept_for_backward, spread
+from fusedlayers.functional import affine_act
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmarks take their real sizes")
+
+
+def run(tmp_path, *argv):
+    path = tmp_path / "run.json"
+    code = main([*argv, "--json", str(path)])
+    return code, json.loads(path.read_text())
+
+
+def test_ops_are_timed_against_eager(tmp_path, capsys):
+    code, found = run(tmp_path, "ops", "--peers", "eager", "--only", "affine_act*")
+    assert code == 0
+    (result,) = found["results"]
+    assert set(result["peers"]) == {"fused", "eager"}
+    for timing in result["peers"].values():
+        assert 0 < timing["wall_ms"]["best"] <= timing["wall_ms"]["median"] <= timing["wall_ms"]["high"]
+        assert timing["host_us"]["median"] > 0 and timing["device_ms"] is None
+    assert found["versions"]["torch"] == torch.__version__ and found["hardware"]["name"] == "CPU"
+    assert "affine_act/relu" in capsys.readouterr().out
+    assert report.markdown(found).count("\n|") == 3
+
+
+def test_a_grid_shows_eager_against_itself(tmp_path, capsys):
+    _, found = run(tmp_path, "ops", "--grid", "--peers", "eager", "--only", "affine_act*")
+    assert "eager again" in found["results"][0]["peers"]
+    assert "eager against itself" in capsys.readouterr().out
+
+
+def test_the_grid_is_wide():
+    grid = ops.grid_cases()
+    assert len(grid) >= 60 and len({c.name for c in grid}) == len(grid)
+    assert {c.name.rpartition("/")[2] for c in grid} == {"bf16", "fp32"}
+    assert len({c.name for c in ops.key_cases()}) == len(ops.key_cases())
+
+
+@pytest.mark.parametrize("case", [*ops.small_cases(), *layer_cases("cpu")], ids=lambda c: c.name)
+def test_every_case_computes_what_eager_computes(case):
+    torch.manual_seed(0)
+    args = case.inputs(torch.device("cpu"))
+    expected = case.eager(*args)
+    got = case.fused(*args)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert case.moved[0] > 0 and (case.moved[1] > 0) == case.training
+
+
+def test_no_time_left_is_a_result(tmp_path):
+    code, found = run(tmp_path, "ops", "--peers", "eager", "--budget", "0")
+    assert code == 0
+    assert all("time budget" in r["skipped"] for r in found["results"]) and len(found["results"]) > 3
+
+
+def test_a_failing_case_is_a_result_and_the_others_run(tmp_path, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("broken on purpose")
+
+    bad = peers.Case("bad", lambda d: (ops.rand(d, torch.float32, 3),), lambda x: x * 2, broken)
+    worse = peers.Case("worse", lambda d: (ops.rand(d, torch.float32, 3),), broken, lambda x: x * 2)
+    monkeypatch.setattr(ops, "small_cases", lambda: [bad, worse, ops.affine_act(4, 4, "fp32")])
+    code, found = run(tmp_path, "ops", "--peers", "eager")
+    assert code == 1
+    assert ["error" in r for r in found["results"]] == [True, True, False]
+    assert "broken on purpose" in found["results"][0]["error"]
+    assert found["results"][1]["peers"]["eager"]["wall_ms"] is not None
+    assert len(report.brief(found)) == 4
+
+
+def test_resume_runs_only_what_is_missing(tmp_path):
+    run(tmp_path, "ops", "--peers", "eager", "--only", "affine_act*")
+    before = json.loads((tmp_path / "run.json").read_text())["results"][0]
+    _, found = run(tmp_path, "ops", "--peers", "eager", "--only", "*relu*", "--resume")
+    names = [r["case"] for r in found["results"]]
+    assert found["results"][0] == before and len(names) == len(set(names)) > 1
+
+
+def test_unknown_names_are_errors(tmp_path):
+    with pytest.raises(SystemExit, match="unknown peers tvm"):
+        main(["ops", "--peers", "tvm"])
+    with pytest.raises(SystemExit, match="no case matches"):
+        main(["ops", "--only", "nothing*"])
+
+
+def test_models_are_trained_plain_and_patched(tmp_path):
+    code, found = run(tmp_path, "models", "--peers", "eager", "--only", "mlp*")
+    assert code == 0
+    (result,) = found["results"]
+    assert set(result["variants"]) == {"eager", "patched"}
+    assert result["variants"]["patched"]["sites"]["fused"] > 0
+    assert all(v["full_ms"]["median"] > 0 for v in result["variants"].values())
+    assert "mlp/" in report.markdown(found)
+
+
+def test_a_model_that_cannot_be_built_is_a_result(tmp_path, monkeypatch):
+    def build(device, tiny):
+        raise ImportError("no such library")
+
+    missing = workloads.Workload("missing", build, lambda m, x: m(x).sum())
+    fine = workloads.Workload(
+        "fine",
+        lambda d, tiny: (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.randn(2, 4),)),
+        lambda m, x: m(x).sum(),
+    )
+    monkeypatch.setattr(models, "workloads", lambda: [missing, fine])
+    code, found = run(tmp_path, "models", "--peers", "eager")
+    assert code == 1
+    assert "no such library" in found["results"][0]["error"] and "variants" in found["results"][1]
+
+
+def test_random_lengths_count_the_kernels_built(monkeypatch):
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.norm = nn.Embedding(1000, 8), nn.LayerNorm(8)
+
+        def forward(self, ids):
+            return self.norm(self.embed(ids))
+
+    small = workloads.Workload("bert", lambda d, tiny: (Small(), ()), lambda m, ids: m(ids).square().sum())
+    monkeypatch.setattr(lengths, "workloads", lambda: [small])
+    found = lengths.measure("cpu", ["eager"], Budget(None))["lengths"]
+    assert set(found) == {"eager", "patched"}
+    assert found["patched"]["worst_step_over_its_median"] > 0
+    assert lengths.measure("cpu", [], Budget(0))["lengths"]["eager"]["skipped"]
+
+
+def test_a_first_step_is_timed(monkeypatch):
+    tiny = workloads.Workload(
+        "tiny", lambda d, t: (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.randn(2, 4),)), lambda m, x: m(x).sum()
+    )
+    monkeypatch.setattr(first_step, "workloads", lambda: [tiny])
+    assert first_step.once(patched=False)["patching_s"] == 0.0
+    times = first_step.once(patched=True)
+    assert times["patching_s"] > 0 and times["first_step_s"] > 0
+
+
+def test_what_autograd_keeps_is_counted_once_and_without_parameters():
+    x, w = torch.randn(10, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    assert kept_for_backward(lambda: (x * w).exp(), [w]) == x.nbytes + x.nbytes  # x, and exp's output
+    assert kept_for_backward(lambda: x * x) == x.nbytes
+
+
+def test_a_contender_that_fails_does_not_stop_the_others():
+    def fails(i):
+        raise ValueError("no")
+
+    found = compare({"bad": fails, "good": lambda i: torch.ones(3).sum()}, effort=QUICK, device="cpu")
+    assert found["bad"].notes == ["ValueError: no"] and found["bad"].wall_ms is None
+    assert found["good"].wall_ms.samples == QUICK.rounds
+
+
+def test_numbers():
+    s = spread([3.0, 1.0, 2.0])
+    assert (s.median, s.best, s.samples) == (2.0, 1.0, 3)
+    result = {"peers": {"fused": {"device_ms": {"median": 2.0}}, "eager": {"device_ms": {"median": 6.0}},
+                        "gemms": {"device_ms": {"median": 1.0}}}}  # fmt: skip
+    assert peers.ratio(result, "eager") == 3.0 and report.removed(result) == 4 / 5
+    assert math.isnan(peers.ratio(result, "compile"))
+    assert Budget(None).left == math.inf and Budget(0).left <= 0
+    assert report.folder("NVIDIA H200").name == "nvidia-h200"
+
+
+def test_pictures(tmp_path):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib, of the bench extra")
+    _, found = run(tmp_path, "ops", "--peers", "eager", "--only", "affine_act*")
+    found["ceilings"] = {"copy_bytes_per_s": 1e9, "bf16_flop_per_s": 1e12}
+    for timing in found["results"][0]["peers"].values():
+        timing["device_ms"] = timing["wall_ms"]
+    drawn = plots.draw(found, tmp_path / "run.json")
+    assert [p.name for p in drawn] == ["run.png", "run-roofline.png"]
+    assert all(p.stat().st_size > 5000 for p in drawn)
+    x = torch.randn(8, 16, requires_grad=True)
+    assert affine_act(x, 1.0, 0.0).shape == x.shape and cli.one_line(found["results"][0])
