@@ -6,6 +6,8 @@ The blocks of one file share one namespace, and each file starts a new one, so t
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,3 +63,8 @@ def test_links_lead_somewhere(path):
         if anchor:
             titles = [re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in HEADING.findall(file.read_text())]
             assert anchor in titles, f"{target} has no heading #{anchor}"
+
+
+def test_the_figures_are_those_of_the_results():
+    done = subprocess.run([sys.executable, "benchmarks/render.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or "run benchmarks/render.py: README.md is not what the JSON files say"
