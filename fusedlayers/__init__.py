@@ -1,8 +1,9 @@
 """Faster, lighter PyTorch models with one line: `model = fusedlayers.patch_model(model)`."""
 
 from . import activations as _activations
-from . import functional
+from . import functional, nn
 from .activations import Activation
+from .nn import *  # noqa: F403
 from .settings import settings
 
 __version__ = "0.1.0"
@@ -14,3 +15,4 @@ def activations() -> list[str]:
 
 
 __all__ = ["Activation", "activations", "functional", "settings"]
+__all__ += nn.__all__

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from . import activations
 from .activations import Activation
 from .ops import affine_act as _affine_act
+from .ops import layer_norm as _layer_norm
+from .ops import linear_act as _linear_act
+from .ops import rms_norm as _rms_norm
+from .ops import scale_residual as _scale_residual
 
 ActivationLike = str | Activation | nn.Module | None
 
-__all__ = ["affine_act", "fused_relu"]
+__all__ = ["affine_act", "fused_relu", "layer_norm", "linear_act", "rms_norm", "scale_residual"]
 
 
 def affine_act(
@@ -51,3 +57,118 @@ def fused_relu(x: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
     tensor([7., 0.])
     """
     return _affine_act.affine_act(x, a, b, activations.get("relu"))
+
+
+def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: ActivationLike = "relu") -> Tensor:
+    """`act(x @ weight.T + bias)`: bias and activation with the product, their gradients in one pass.
+
+    Args:
+        x: `(*, in_features)`, any leading dims, none included.
+        weight: `(out_features, in_features)`, as `nn.Linear` has it.
+        bias: `(out_features,)` or `None`.
+        activation: a name, an `Activation` or a torch activation module.
+
+    Returns:
+        `(*, out_features)`, in the dtype of `act(F.linear(x, weight, bias))`, also under autocast.
+
+    Raises:
+        RuntimeError: sizes, dtypes or devices do not fit, as `F.linear` raises.
+        ValueError: unknown activation.
+
+    >>> linear_act(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 1.0], [-1.0, 0.0]]), activation="relu")
+    tensor([3., 0.])
+    """
+    return _linear_act.linear_act(x, weight, bias, activations.get(activation))
+
+
+def scale_residual(
+    x: Tensor,
+    residual: Tensor,
+    scale: Tensor | float | None = None,
+    *,
+    dropout_p: float = 0.0,
+    drop_path_p: float = 0.0,
+    training: bool = False,
+) -> Tensor:
+    """`residual + drop_path(dropout(scale * x))` in one pass over the data, forward and backward.
+
+    From one seed, the masks are those that `F.dropout(scale * x)` and then timm's or torchvision's DropPath would draw,
+    and the generators move on as theirs would. Dropout's mask is not stored: backward draws it again.
+
+    Args:
+        x: what a residual branch computed; any shape, float dtype and strides.
+        residual: what it is added to, as a rule of the shape of `x`.
+        scale: LayerScale's `(C,)`, a gate such as `(B, 1, C)`, a number, or anything that broadcasts to `x`.
+        dropout_p: probability to zero an element of `scale * x`.
+        drop_path_p: probability to zero all of a sample, along the first dim (stochastic depth).
+        training: drops nothing when false.
+
+    Returns:
+        Shape and dtype of the torch expression.
+
+    Raises:
+        ValueError: a probability lies outside [0, 1].
+        RuntimeError: the shapes do not broadcast, or the devices differ, as the torch expression raises.
+
+    >>> scale_residual(torch.tensor([1.0, 2.0]), torch.tensor([10.0, 10.0]), torch.tensor([0.5, 2.0]))
+    tensor([10.5000, 14.0000])
+    """
+    return _scale_residual.scale_residual(x, residual, scale, dropout_p, drop_path_p, training)
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`F.layer_norm` of `x`, or of `x + residual`, in one pass over the data, forward and backward.
+
+    Args:
+        x: `(*, *normalized_shape)`, any float dtype; rows at any distance from each other are read in place.
+        normalized_shape: the sizes of the last dims, over which mean and variance are taken.
+        weight: of `normalized_shape`, or `None`.
+        bias: likewise.
+        eps: added to the variance.
+        residual: added to `x` first; of the shape of `x`.
+
+    Returns:
+        The norm, in eager's dtype; with a `residual`, the pair `(norm, x + residual)`.
+
+    Raises:
+        RuntimeError: sizes, dtypes or devices do not fit, as `F.layer_norm` raises.
+
+    >>> layer_norm(torch.tensor([1.0, 3.0]), (2,), eps=0.0)
+    tensor([-1.,  1.])
+    """
+    return _layer_norm.layer_norm(x, normalized_shape, weight, bias, eps, residual)
+
+
+def rms_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    residual: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`F.rms_norm` of `x`, or of `x + residual`, in one pass over the data, forward and backward.
+
+    Args:
+        x: `(*, *normalized_shape)`, any float dtype; rows at any distance from each other are read in place.
+        normalized_shape: the sizes of the last dims, over which the mean square is taken.
+        weight: of `normalized_shape`, or `None`.
+        eps: added to the mean square; `None`: the machine epsilon, as torch takes it, of the dtype it computes in.
+        residual: added to `x` first; of the shape of `x`.
+
+    Returns:
+        The norm, in eager's dtype; with a `residual`, the pair `(norm, x + residual)`.
+
+    Raises:
+        RuntimeError: sizes or devices do not fit, as `F.rms_norm` raises.
+
+    >>> rms_norm(torch.tensor([3.0, -3.0]), (2,))
+    tensor([ 1., -1.])
+    """
+    return _rms_norm.rms_norm(x, normalized_shape, weight, eps, residual)

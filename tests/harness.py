@@ -33,11 +33,19 @@ class Ratio:
         return self.fused / self.eager if self.eager > 0 else (0.0 if self.fused == 0 else math.inf)
 
 
-def assert_accurate(fused: Tensor, eager: Tensor, exact: Tensor, what: str = "result", terms: int = 1) -> Ratio:
+def assert_accurate(
+    fused: Tensor,
+    eager: Tensor,
+    exact: Tensor,
+    what: str = "result",
+    terms: int = 1,
+    computed: torch.dtype | None = None,
+) -> Ratio:
     """Holds one tensor to the accuracy rule, in the Frobenius norm and in the largest single error.
 
     `terms` standard normal values were added up for each element: where they cancel by luck, a few ulp means a few
-    ulp of their usual sum, sqrt(terms), not of what happened to be left.
+    ulp of their usual sum, sqrt(terms), not of what happened to be left. `computed`: the dtype whose ulp these are,
+    where autocast computes in a lower one than that of the result.
     """
     assert fused.shape == eager.shape, f"{what}: shape {tuple(fused.shape)}, eager has {tuple(eager.shape)}"
     assert fused.dtype == eager.dtype, f"{what}: {fused.dtype}, eager has {eager.dtype}"
@@ -49,10 +57,11 @@ def assert_accurate(fused: Tensor, eager: Tensor, exact: Tensor, what: str = "re
     f, e, x = f[finite], e[finite], x[finite]
     if f.numel() == 0:
         return Ratio(what, 0.0, 0.0)
-    eps = torch.finfo(fused.dtype).eps
+    computed = computed or fused.dtype
+    eps = torch.finfo(computed).eps
     for norm in (lambda t: t.norm().item(), lambda t: t.abs().max().item()):
         size = max(norm(x), math.sqrt(terms) * norm(torch.ones_like(x)) if terms > 1 else 0.0)
-        slack = ULPS[fused.dtype] * eps * size + torch.finfo(fused.dtype).tiny
+        slack = ULPS[computed] * eps * size + torch.finfo(fused.dtype).tiny
         off, allowed = norm(f - x), FACTOR * norm(e - x) + slack
         assert off <= allowed, (
             f"{what} ({fused.dtype}): off by {off:.3g}, eager by {norm(e - x):.3g}, allowed {allowed:.3g}"
@@ -80,10 +89,13 @@ def compare(
     *,
     backward: bool = True,
     seed: int = 0,
+    sums: bool = False,
+    computed: torch.dtype | None = None,
 ) -> list[Ratio]:
     """Holds every output and every input gradient of `fused` to the accuracy rule against `eager` on the same inputs.
 
     Inputs that require a gradient get one compared; `None` must be `None` on both sides. Inputs must not be written.
+    `sums`: elements of the outputs are sums as well, of about unit size, which may cancel by luck.
     """
     before = [t.detach().clone() if isinstance(t, Tensor) else t for t in inputs]
     doubles = [_double(t) for t in inputs]
@@ -103,8 +115,8 @@ def compare(
         for i, (f, e, x) in enumerate(zip(*rows, strict=True)):
             assert (f is None) == (e is None), f"{kind} {i}: {f} where eager has {e}"
             if f is not None:
-                terms = sum(g.numel() for g in grads or ()) // max(f.numel(), 1) if kind == "gradient" else 1
-                ratios.append(assert_accurate(f, e, x, f"{kind} {i}", terms))
+                added = sum(g.numel() for g in grads or ()) // max(f.numel(), 1) if kind == "gradient" else 1
+                ratios.append(assert_accurate(f, e, x, f"{kind} {i}", max(added, 2 if sums else 1), computed))
     return ratios
 
 

@@ -1,0 +1,191 @@
+"""What ops with matrix products share: `F.linear`'s dtype rule, the one elementwise pass each way, and the gradients.
+
+Gradients' products go to the vendor library, and only those that are asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..activations import Activation
+from ..kernels import cdiv, load, next_power_of_2
+from ._dtypes import activated, compute_dtype, triton_dtype
+
+_fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
+def gemm_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype | None:
+    """The dtype `F.linear` multiplies in: autocast's inside autocast, else the common one; `None` if they differ."""
+    tensors = [x, *(t for t in others if t is not None)]
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        low = torch.get_autocast_dtype(kind)
+        found = {t.dtype if t.dtype == torch.float64 else low for t in tensors}
+    else:
+        found = {t.dtype for t in tensors}
+    return found.pop() if len(found) == 1 else None
+
+
+def activated_dtype(act: Activation, dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """The dtype eager's `act` returns here: autocast runs some activations in float32."""
+    if act.spec.autocast_fp32 and torch.is_autocast_enabled(device_type):
+        return activated(act, dtype, device_type)
+    return dtype
+
+
+def cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors in `dtype`, recorded by autograd as autocast's own casts are, so gradients return in theirs."""
+    return [t if t is None or t.dtype == dtype else t.to(dtype) for t in tensors]
+
+
+def tf32() -> bool:
+    """Whether the user lets float32 products drop to TF32."""
+    if _fp32_precision is not None:
+        return _fp32_precision("cuda", "matmul") == "tf32"
+    return torch.backends.cuda.matmul.allow_tf32
+
+
+def linear_shape(x: Sequence[int], weight: Sequence[int], bias: Sequence[int] | None) -> tuple[int, int, int] | str:
+    """`(M, N, K)` of `F.linear` on these shapes, or why the kernels leave it to `F.linear` itself."""
+    if len(x) < 1 or len(weight) != 2 or x[-1] != weight[1] or (bias is not None and tuple(bias) != (weight[0],)):
+        return f"F.linear on shapes {list(x)}, {list(weight)} and {None if bias is None else list(bias)}"
+    M = 1
+    for n in x[:-1]:
+        M *= n
+    N, K = weight
+    return (M, N, K) if M and N and K else "a size is 0"
+
+
+def rows(t: Tensor) -> Tensor:
+    """`t` as a matrix, its last dim kept; a view where there is one."""
+    return t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
+
+
+def linear_kernel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation, y_dtype: torch.dtype, keep_z: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`(act(z), z)` of `z = x @ weight.T + bias` by the Triton product; z only where it is to be kept."""
+    shape = (*x.shape[:-1], weight.shape[0])
+    y = torch.empty(shape, dtype=y_dtype, device=x.device)
+    z = torch.empty(shape, dtype=x.dtype, device=x.device) if keep_z else None
+    x = rows(x)
+    lowered = x.dtype is torch.float32 and tf32()
+    b_n = None if bias is None else bias.stride(0)
+    b_dtype = None if bias is None else bias.dtype
+    run = _linear_launch(
+        *x.shape, x.stride(), weight.shape[0], weight.stride(), b_n, x.dtype, b_dtype, y_dtype, act, keep_z, lowered
+    )
+    run(x, weight, bias, y, z)
+    return y, z
+
+
+@functools.lru_cache(maxsize=4096)
+def _linear_launch(
+    M: int, K: int, x_stride: tuple[int, int], N: int, w_stride: tuple[int, int], b_n: int | None,
+    dtype: torch.dtype, b_dtype: torch.dtype | None, y_dtype: torch.dtype, act: Activation, keep_z: bool,
+    lowered: bool,
+) -> Any:  # fmt: skip
+    kernel, device_act = load("linear"), load("activations")
+    config = kernel.config(dtype, lowered, M, N)
+    ct = compute_dtype(dtype)
+    upcast = kernels.interpreted() and ct != dtype
+    rest = (
+        M, N, K, *x_stride, *w_stride, b_n or 0, triton_dtype(ct), device_act.value(act), *device_act.constants(act),
+        b_n is not None, keep_z, "tf32" if lowered else "ieee", upcast, K % config.BK == 0, *config.tile,
+    )  # fmt: skip
+    grid = (cdiv(M, config.BM) * cdiv(N, config.BN),)
+    return load("launch").Launch(kernel.linear_forward, grid, rest, config.warps, config.stages)
+
+
+def activate(z: Tensor, act: Activation, dtype: torch.dtype) -> Tensor:
+    """`act(z)` of a contiguous z in one pass."""
+    y = torch.empty_like(z, dtype=dtype)
+    _activate_launch(z.numel(), z.dtype, dtype, act)(z, y)
+    return y
+
+
+@functools.lru_cache(maxsize=4096)
+def _activate_launch(numel: int, dtype: torch.dtype, y_dtype: torch.dtype, act: Activation) -> Any:
+    device_act = load("activations")
+    block = min(1024, max(16, next_power_of_2(numel)))
+    rest = (numel, triton_dtype(compute_dtype(dtype)), device_act.value(act), *device_act.constants(act), block)
+    return load("launch").Launch(load("act_bias").activate, (cdiv(numel, block),), rest)
+
+
+def act_bias_backward(
+    g: Tensor, kept: Tensor | None, act: Activation, dtype: torch.dtype, *,
+    need_dz: bool, db_dtype: torch.dtype | None, need_h: bool = False, overwrite: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """`(dz, db, h)` from a gradient (M, N) and what was kept of the activation, in one pass over both.
+
+    Args:
+        kept: its input or output, as the registry says, contiguous; `None` for the identity.
+        db_dtype: the bias's own dtype, in which its gradient is written at once; `None`: not needed.
+        need_h: also give `act(kept)`, for a product that needs it again.
+        overwrite: `g` is nobody else's, so dz may take its place.
+    """
+    shape, device = g.shape, g.device
+    need_db = db_dtype is not None
+    dz = h = db = partial = None
+    if need_dz:
+        own = overwrite and g.dtype is dtype and g.is_contiguous()
+        dz = g if own else torch.empty(shape, dtype=dtype, device=device)
+    if need_h:
+        h = torch.empty(shape, dtype=dtype, device=device)
+    run, blocks = _backward_launch(*shape, g.stride(), g.dtype, dtype, act, kept is not None, need_dz, need_h, need_db)
+    if need_db:
+        partial = torch.empty((1, blocks, shape[1]), dtype=compute_dtype(dtype), device=device)
+    run(g, kept, dz, h, partial)
+    if need_db:
+        db = torch.empty(shape[1], dtype=db_dtype, device=device)
+        load("reduce").finish(partial, db, None)
+    return dz, db, h
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_launch(
+    M: int, N: int, g_stride: tuple[int, int], g_dtype: torch.dtype, dtype: torch.dtype, act: Activation,
+    has_act: bool, need_dz: bool, need_h: bool, need_db: bool,
+) -> tuple[Any, int]:  # fmt: skip
+    """The launch and the number of partial sums a column."""
+    device_act = load("activations")
+    grid, tile, per_block, blocks = pass_tile(M, N, need_db)
+    rest = (
+        M, N, *g_stride, per_block, triton_dtype(compute_dtype(dtype)), device_act.value(act),
+        device_act.gradient(act), *device_act.constants(act), has_act, need_dz, need_h, need_db, *tile,
+    )  # fmt: skip
+    return load("launch").Launch(load("act_bias").act_bias_backward, grid, rest), blocks
+
+
+def input_grad(dz: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+    """`dz @ weight`, in the shape of the layer's input."""
+    return torch.mm(dz, weight).view(shape)
+
+
+def weight_grad(dz: Tensor, x: Tensor, weight_stride: tuple[int, int] | None = None) -> Tensor:
+    """`dz.T @ x`, lying in memory as the weight does, so that the optimizer reads both alike."""
+    if weight_stride is not None and weight_stride[0] == 1 and weight_stride[1] > 1:
+        return torch.mm(x.t(), dz).t()
+    return torch.mm(dz.t(), x)
+
+
+def pass_tile(M: int, N: int, sums: bool) -> tuple[tuple[int], tuple[int, int], int, int]:
+    """Grid, tile, rows a block walks and blocks along M of the backward pass.
+
+    With sums: enough blocks to fill a GPU several times over, few enough that the second stage reads little.
+    """
+    wide = min(next_power_of_2(N), 256)
+    tall = max(1, min(next_power_of_2(M), 2048 // wide))
+    across = cdiv(N, wide)
+    blocks = cdiv(M, tall)
+    if sums:
+        blocks = max(1, min(blocks, 1024 // across))
+    per_block = cdiv(cdiv(M, blocks), tall) * tall
+    blocks = cdiv(M, per_block)
+    return (blocks * across,), (tall, wide), per_block, blocks

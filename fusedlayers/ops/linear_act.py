@@ -1,0 +1,180 @@
+"""`act(x @ weight.T + bias)`: one kernel or the library's epilogue forward, one pass and the library backward."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..activations import Activation
+from ..kernels import KernelError, load
+from . import _gemm, _route
+from ._autograd import needs_grad
+
+OP = "linear_act"
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) -> Tensor:
+    """The torch expression this op stands for."""
+    return act(F.linear(x, weight, bias))
+
+
+def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) -> Tensor:
+    """See `functional.linear_act`."""
+    if _route.is_compiling():
+        return reference(x, weight, bias, act)
+    plain = act.name == "identity"  # then the library is eager itself
+    route, plan = _route.pick(
+        OP, (x, weight, bias), plan=lambda: _plan(x, weight, bias, act), library=not plain, auto=auto
+    )
+    if route != "reference":
+        try:
+            x_, weight_ = _gemm.cast(plan.dtype, x, weight)
+            if needs_grad(x, weight, bias):
+                return _LinearAct.apply(x_, weight_, bias, plan, route)[0]
+            return _forward(x_, weight_, bias, plan, route, keep_z=False)[0]
+        except KernelError as error:
+            _route.failed(OP, error)
+    return reference(x, weight, bias, act)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A product of (M, K) and (N, K), its dtype, what follows it, and the dtype that leaves."""
+
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype
+    y_dtype: torch.dtype
+    has_bias: bool
+    act: Activation
+
+
+def auto(plan: Plan) -> str:
+    """The route where none is forced. The vendor's products are as fast as any here; what is fused is what follows.
+
+    ReLU rides in the library's epilogue, nearly free; the others cost one pass there, as they would in a plain
+    kernel's epilogue, which hides no arithmetic. With nothing to follow, eager is already one call.
+    """
+    return "library" if plan.act.name != "identity" else "reference"
+
+
+class _LinearAct(torch.autograd.Function):
+    """Returns `(y, z)`: what backward keeps are inputs and outputs, so that higher derivatives flow through them.
+
+    Kept: x and weight, each only where the other needs its gradient, and of the activation what eager keeps: y, or z.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, route: str
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        act = plan.act
+        y, z = _forward(x, weight, bias, plan, route, keep_z=act.keeps == "input")
+        kept = None if act.name == "identity" else y if z is None else z
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None, kept)
+        ctx.plan, ctx.x_shape, ctx.weight_stride = plan, x.shape, weight.stride()
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y, z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, g_z: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() or g_z is not None:
+            return _composite(ctx, g, g_z)
+        if g is None:
+            return (None,) * 5
+        try:
+            return _backward(ctx, g)
+        except KernelError as error:
+            _route.failed(OP, error)
+            return _composite(ctx, g, None)
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, route: str, keep_z: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`(y, z)`; z only where it is to be kept."""
+    act = plan.act
+    if route == "triton":
+        return _gemm.linear_kernel(x, weight, bias, act, plan.y_dtype, keep_z)
+    if bias is not None and bias.dtype is not plan.dtype:
+        bias = bias.to(plan.dtype)
+    if bias is not None and not keep_z and _has_epilogue(act, x):
+        y = torch.empty((*x.shape[:-1], plan.N), dtype=x.dtype, device=x.device)
+        gelu = act.name == "gelu_tanh"
+        # into y, which is then no view, so that a user may edit it in place where eager's may be
+        torch._addmm_activation(bias, _gemm.rows(x), weight.t(), use_gelu=gelu, out=_gemm.rows(y))
+        return y, None
+    z = F.linear(x, weight, bias).contiguous()
+    return _gemm.activate(z, act, plan.y_dtype), z if keep_z else None
+
+
+def _has_epilogue(act: Activation, x: Tensor) -> bool:
+    """Whether the library applies this very activation; its GELU is the tanh form on a GPU, the exact one on a CPU."""
+    return act.name == "relu" or (act.name == "gelu_tanh" and x.is_cuda)
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, kept = ctx.saved_tensors
+    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+    need_dz = need_x or need_weight
+    g = _gemm.rows(g)
+    if kept is None and not need_bias:
+        dz, db = g, None
+    else:
+        kept = None if kept is None else _gemm.rows(kept)
+        dz, db, _ = _gemm.act_bias_backward(
+            g,
+            kept,
+            ctx.plan.act,
+            ctx.plan.dtype,
+            need_dz=need_dz and kept is not None,
+            db_dtype=ctx.bias_dtype if need_bias else None,
+        )
+        dz = g if dz is None else dz
+    dx = _gemm.input_grad(dz, weight, ctx.x_shape) if need_x else None
+    dw = _gemm.weight_grad(dz, _gemm.rows(x), ctx.weight_stride) if need_weight else None
+    return dx, dw, db, None, None
+
+
+def _composite(ctx: Any, g: Tensor | None, g_z: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The same gradients in torch ops, for higher derivatives."""
+    x, weight, kept = ctx.saved_tensors
+    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+    dz = g
+    if g is not None and kept is not None:
+        dz = ctx.plan.act.backward(g, kept.to(g.dtype)).to(ctx.plan.dtype)
+    if g_z is not None:
+        dz = g_z if dz is None else dz + g_z
+    if dz is None:
+        return (None,) * 5
+    dz = _gemm.rows(dz)
+    dx = _gemm.input_grad(dz, weight, ctx.x_shape) if need_x else None
+    dw = _gemm.weight_grad(dz, _gemm.rows(x)) if need_weight else None
+    return dx, dw, dz.sum(0).to(ctx.bias_dtype) if need_bias else None, None, None
+
+
+def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) -> Plan | str:
+    """What the kernels need to know of this call, or why they leave it to `F.linear`, which may raise for it."""
+    dtype = _gemm.gemm_dtype(x, weight, bias)
+    if dtype is None:
+        return "the dtypes differ"
+    y_dtype = _gemm.activated_dtype(act, dtype, x.device.type)
+    return _cached_plan(x.shape, weight.shape, None if bias is None else bias.shape, dtype, y_dtype, act)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_plan(
+    x: Any, weight: Any, bias: Any, dtype: torch.dtype, y_dtype: torch.dtype, act: Activation
+) -> Plan | str:
+    if not load("activations").supports(act):
+        return f"{act.name} has no kernel"
+    shape = _gemm.linear_shape(x, weight, bias)
+    return shape if isinstance(shape, str) else Plan(*shape, dtype, y_dtype, bias is not None, act)

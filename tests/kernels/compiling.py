@@ -1,0 +1,65 @@
+"""Compiles a kernel to machine code with no GPU, as a launch on that architecture would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+ARCHS = (80, 89, 90)
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""Bytes of shared memory a block may have. sm_86 has as little as sm_89."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel in one configuration.
+
+    `signature`: the types of its parameters that are not `tl.constexpr`, in order: `"*bf16"`, `"i32"`, `"fp32"`; a
+    `None` pointer is `None`, a size that is 1 is `1` (Triton compiles both in). `constants`: its constexpr parameters.
+    """
+
+    name: str
+    fn: Any
+    signature: tuple[Any, ...]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+    aligned: bool = field(default=True, kw_only=True)
+    """Whether pointers are 16-byte aligned and sizes multiples of 16."""
+
+    def compile(self, arch: int) -> Any:
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return compile_kernel(self.fn, self.signature, self.constants, arch, aligned=self.aligned, **options)
+
+
+def compile_kernel(
+    fn: Any,
+    signature: tuple[Any, ...],
+    constants: dict[str, Any],
+    arch: int,
+    *,
+    aligned: bool = True,
+    num_warps: int = 4,
+    num_stages: int = 2,
+) -> Any:
+    """The compiled kernel for compute capability `arch` (80, 89, 90): see its `.asm["ptx"]` and `.metadata.shared`."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types: dict[str, str] = {}
+    values: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    given = iter(signature)
+    for i, parameter in enumerate(fn.params):
+        kind = constants[parameter.name] if parameter.is_constexpr else next(given)
+        if parameter.is_constexpr or not isinstance(kind, str):
+            types[parameter.name], values[(i,)] = "constexpr", kind
+            continue
+        types[parameter.name] = kind
+        if aligned and not kind.startswith("fp"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    assert next(given, None) is None, "more types than parameters"
+    source = ASTSource(fn, types, values, attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
