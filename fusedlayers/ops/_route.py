@@ -26,6 +26,9 @@ _forward_ad = torch.autograd.forward_ad
 failures: dict[str, str] = {}
 """Ops whose kernel could not be built or launched in this process, and why; they run as reference from then on."""
 
+own_modes = 0
+"""Dispatch modes that only count, set by `fusedlayers.inspect`: beside them a call takes its usual route."""
+
 
 def intercepted() -> str | None:
     """Who is looking at each torch op right now, if anyone: such calls take plain PyTorch ops."""
@@ -37,7 +40,7 @@ def intercepted() -> str | None:
         return "a torch.func transform is active"
     if _forward_ad._current_level >= 0:
         return "forward-mode AD is active"
-    if _dispatch_modes() > 0:
+    if _dispatch_modes() > own_modes:
         return "a dispatch mode is active"
     return None
 
