@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import fusedlayers as fl
-from fusedlayers.activations import _SPECS, _forget_lookups
+from fusedlayers.activations.recognition import _forget
+from fusedlayers.activations.registry import SPECS
 from fusedlayers.patch import rule as patch_rule
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,14 +30,14 @@ ids = [str(path.relative_to(ROOT)) for path in FILES]
 @pytest.fixture
 def restored() -> Iterator[None]:
     """Takes back what a block registers or sets for the process."""
-    tables = (_SPECS, patch_rule._rules)
+    tables = (SPECS, patch_rule._rules)
     before = [dict(table) for table in tables]
     with fl.settings(route=fl.settings.route, dropout=fl.settings.dropout, cache=fl.settings.cache):
         yield
     for table, was in zip(tables, before, strict=True):
         table.clear()
         table.update(was)
-    _forget_lookups()
+    _forget()
 
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
