@@ -28,8 +28,10 @@ class Planned:
 
 def one(module: nn.Module, rules: Sequence[Rule], allow: Allow) -> Rewritten | None:
     """What the rules make of one module; None for a bare layer that no rule names or a module without a forward."""
+    if _foreign(module):
+        return None
     cls = original_class(module)
-    if cls.forward is nn.Module.forward or _foreign(module):
+    if cls.forward is nn.Module.forward:
         return None
     whole = rewrite.replace_whole(module, cls, rules, allow)
     if whole is not None and (whole.fused or not module._modules):
@@ -47,7 +49,9 @@ def _foreign(module: nn.Module) -> bool:
     return isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)) or "forward" in module.__dict__
 
 
-def plan(model: nn.Module, rules: Sequence[Rule], filters: Filters, only: Callable[[str, str], str | None] | None = None) -> Iterator[Planned]:
+def plan(
+    model: nn.Module, rules: Sequence[Rule], filters: Filters, only: Callable[[str, str], str | None] | None = None
+) -> Iterator[Planned]:
     """What becomes of each module of `model` that is not yet patched: containers first, then bare layers left over.
 
     `only(name, rule)` may give a reason to leave out a site, by its dotted name.

@@ -156,7 +156,9 @@ def repatch(module: nn.Module, site: Site, rule_names: Iterable[str], found: Ite
     chosen = [known[name] for name in rule_names if name in known]
     wanted = {(f.rule, f.members) for f in found}
     try:
-        rewritten = analysis.one(module, chosen, lambda members, name: None if (name, members) in wanted else "not saved so")
+        rewritten = analysis.one(
+            module, chosen, lambda members, name: None if (name, members) in wanted else "not saved so"
+        )
         if rewritten is None or not rewritten.fused:
             return False
         swap(module, patched_class(type(module), rewritten, rule_names), site)

@@ -65,6 +65,7 @@ def generate(signature: inspect.Signature, variants: Sequence[Variant]) -> Gener
     """Source of `forward` and of `why`, which names the first guard that fails."""
     names = Names()
     declared, passed, probes = _signature(signature, names)
+    original = f"(_forward if _original.forward is _class_forward else _original.forward)(self{passed})"
     branches: list[str] = []
     reasons: list[str] = []
     for variant in sorted(variants, key=lambda v: not v.fused):
@@ -85,10 +86,17 @@ def generate(signature: inspect.Signature, variants: Sequence[Variant]) -> Gener
     if probes:
         proxy = names.bind(Proxy, "Proxy")
         lines.append(f"    if {' or '.join(f'isinstance({p}, {proxy})' for p in probes)}:")
-        lines.append(f"        return _forward(self{passed})")
+        lines.append(f"        return {original}")
     lines += [*modules, *fetch, *branches]
-    lines += [f"    _note(self, _why(self{passed}))", f"    return _forward(self{passed})", ""]
-    lines += [f"def _why(self{declared}):", *modules, *fetch, *reasons, "    return 'this form of call was not traced'", ""]
+    lines += [f"    _note(self, _why(self{passed}))", f"    return {original}", ""]
+    lines += [
+        f"def _why(self{declared}):",
+        *modules,
+        *fetch,
+        *reasons,
+        "    return 'this form of call was not traced'",
+        "",
+    ]
     source = "\n".join(lines)
     return Generated(source, names.values, (source, tuple(_identity(v) for v in names.values.values())))
 

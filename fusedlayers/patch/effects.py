@@ -24,7 +24,9 @@ _ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, opera
 _ARITHMETIC |= {torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.cat, torch.stack, F.linear, F.conv2d}
 _ARITHMETIC |= {F.layer_norm, F.group_norm, F.batch_norm, F.gelu, F.softmax, torch.bmm}
 _RANDOM = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu}
-_RANDOM_NAMES = ("rand", "dropout", "bernoulli", "normal", "uniform", "multinomial", "drop_path", "stochastic", "attention")
+_RANDOM_NAMES = ("rand", "drop", "bernoulli", "normal", "uniform", "multinomial", "stochastic", "attention")
+_AUGMENTED = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod}
+_AUGMENTED |= {operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor}
 
 
 def child(root: nn.Module, target: str) -> nn.Module | None:
@@ -53,22 +55,18 @@ def overwrites(node: Node, root: nn.Module) -> list[Node]:
         module = child(root, node.target)
         return [] if module is not None and _is_quiet(module) else inputs
     if node.op == "call_method":
-        inplace = node.target.endswith("_") and not node.target.endswith("__") or node.target == "__setitem__"
+        inplace = (node.target.endswith("_") and not node.target.endswith("__")) or node.target == "__setitem__"
         return inputs[:1] if inplace else []
     if node.op != "call_function" or node.meta.get("fused"):
         return []
     name = getattr(node.target, "__name__", "")
-    if node.target is operator.setitem or (name.startswith("i") and getattr(operator, name, None) is node.target and _augmented(name)):
+    if node.target is operator.setitem or node.target in _AUGMENTED:
         return inputs[:1]
     if name.endswith("_") or node.kwargs.get("inplace") or "out" in node.kwargs:
         return inputs
     if recognise(node.target, node.args[1:], node.kwargs) is None and any(a is True for a in node.args[1:]):
         return inputs  # may be a positional inplace=True
     return []
-
-
-def _augmented(name: str) -> bool:
-    return name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
 
 
 def _is_quiet(module: nn.Module) -> bool:
@@ -110,5 +108,3 @@ def disturbed(operands: Iterable[Node], between: Iterable[Node], root: nn.Module
             if roots(written, root) & held:
                 return node
     return None
-
-

@@ -115,7 +115,8 @@ def _same(expression: str, value: Any, names: Names) -> str:
     code = (type, *tracing.shadow.CODE, torch.dtype)
     if value is None or isinstance(value, (bool, code)):
         return f"{expression} is {literal(value, names)}"
-    return f"type({expression}) is {names.bind(type(value), type(value).__name__)} and {expression} == {literal(value, names)}"
+    kind = names.bind(type(value), type(value).__name__)
+    return f"type({expression}) is {kind} and {expression} == {literal(value, names)}"
 
 
 def read(found: Read, names: Names) -> Guard | None:
@@ -124,6 +125,8 @@ def read(found: Read, names: Names) -> Guard | None:
     where = ".".join((*found.path, found.name))
     if found.kind == "value":
         held = f"getattr({owner}, {found.name!r}, {names.bind(_MISSING, 'missing')})"
+        if found.value is None:
+            return Guard(f"{held} is None", f"{where} has been set")
         if isinstance(found.value, (bool, type(None), type, *tracing.shadow.CODE)):
             return Guard(_same(held, found.value, names), f"{where} has changed")
         return Guard(f"{held} == {literal(found.value, names)}", f"{where} has changed")
@@ -214,5 +217,3 @@ def note(module: nn.Module, reason: str | None) -> None:
     site = module.__dict__.get(STATE)
     if site is not None and reason is not None:
         site.note(reason)
-
-

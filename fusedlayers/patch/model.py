@@ -113,11 +113,10 @@ def _require_all(saved: PatchPlan, model: nn.Module, planned: list[analysis.Plan
 
 def _give_up(item: analysis.Planned, reason: str) -> None:
     item.rewritten.found[:] = [
-        f if f.status == "skipped" else Found("skipped", f.rule, f.members, reason, f.index) for f in item.rewritten.found
+        f if f.status == "skipped" else Found("skipped", f.rule, f.members, reason, f.index)
+        for f in item.rewritten.found
     ]
 
 
 def _under(name: str, container: str) -> bool:
     return not container or name == container or name.startswith(container + ".")
-
-

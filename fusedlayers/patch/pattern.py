@@ -75,7 +75,9 @@ class Pattern:
     def match(self, node: Any, state: State) -> Iterator[State]:
         raise TypeError(f"{type(self).__name__} does not say what it matches")
 
-    def _follow(self, values: tuple[Any, ...], state: State, inputs: tuple[Pattern, ...] | None = None) -> Iterator[State]:
+    def _follow(
+        self, values: tuple[Any, ...], state: State, inputs: tuple[Pattern, ...] | None = None
+    ) -> Iterator[State]:
         wanted = self.inputs if inputs is None else inputs
         if not wanted:
             yield state
@@ -132,7 +134,11 @@ class _Act(Pattern):
         if found is None:
             return
         if module is not None:
-            settings = [k for k, v in vars(module).items() if not k.startswith("_") and k not in ("training", "inplace") and _is_setting(v)]
+            settings = [
+                k
+                for k, v in vars(module).items()
+                if not k.startswith("_") and k not in ("training", "inplace") and _is_setting(v)
+            ]
             child = Child(tuple(node.target.split(".")), module, tuple(settings))
             found = replace(found, children=(*found.children, child)).problem(member_problem(module, node.target))
         if inplace:
@@ -166,7 +172,9 @@ def activation_of(node: Any, root: nn.Module) -> tuple[Activation, nn.Module | N
 class _Call(Pattern):
     """A call of one of several functions or tensor methods with exactly the inputs given."""
 
-    def __init__(self, name: str | None, functions: tuple[Callable[..., Any], ...], methods: tuple[str, ...], swap: bool = False):
+    def __init__(
+        self, name: str | None, functions: tuple[Callable[..., Any], ...], methods: tuple[str, ...], swap: bool = False
+    ):
         super().__init__(name)
         self.functions, self.methods, self.swap = functions, methods, swap
 

@@ -58,7 +58,10 @@ class PatchReport:
             "device": self.device,
             "precision": self.precision,
             "coverage": {k: {"fused": self.counts.fused[k], "total": n} for k, n in self.counts.total.items()},
-            **{s: [asdict(r) | {"modules": list(r.modules)} for r in getattr(self, s)] for s in ("fused", "reduced", "skipped")},
+            **{
+                s: [asdict(r) | {"modules": list(r.modules)} for r in getattr(self, s)]
+                for s in ("fused", "reduced", "skipped")
+            },
             "fallbacks": {name: dict(reasons) for name, reasons in self.fallbacks.items()},
         }
 
@@ -85,7 +88,9 @@ class PatchReport:
         if rows:
             lines += ["", *_table(("", "site", "rule", "reason or members"), rows)]
         if self.fallbacks:
-            counted = [(n or "(root)", str(c), why) for n, reasons in self.fallbacks.items() for why, c in reasons.items()]
+            counted = [
+                (n or "(root)", str(c), why) for n, reasons in self.fallbacks.items() for why, c in reasons.items()
+            ]
             lines += ["", "calls that took the original path:", *_table(("module", "calls", "reason"), counted)]
         return "\n".join(lines)
 

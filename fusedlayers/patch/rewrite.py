@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
+from ..activations import recognise
 from . import effects, trace
 from .codegen import Child, Variant
 from .pattern import State, _exactly, _is_a, activation_of
@@ -163,7 +164,8 @@ class _Work:
         self.module, self.traced, self.allow = module, traced, allow
         self.graph = traced.graph
         self.members: dict[Path, Child] = {}
-        self.found: list[Found] = []
+        self.position = {n: i for i, n in enumerate(self.graph.nodes)}
+        self.placed: list[tuple[int, Found]] = []
         self.touched: set[Path] = set()
         self.missed: list[tuple[Rule, set[Node], tuple[Path, ...], str]] = []
         self.gone: set[Node] = set()
@@ -173,17 +175,25 @@ class _Work:
             if rule.pattern is not None:
                 self._apply(rule)
         self._report_misses()
-        seen: Counter[tuple[object, ...]] = Counter()
-        for at, f in enumerate(self.found):
-            key = (f.members, f.status == "skipped" and not f.rule)
-            self.found[at] = replace(f, index=seen[key])
-            seen[key] += 1
+        self.found = self._in_order()
         for node, kind in self.kinds.items():
             self.counts.fused[kind] += node in self.gone
 
+    def _in_order(self) -> list[Found]:
+        """Records by where they are in the forward, those with the same members numbered."""
+        seen: Counter[tuple[object, ...]] = Counter()
+        found = []
+        for _, f in sorted(self.placed, key=lambda placed: placed[0]):
+            key = (f.members, f.status == "skipped" and not f.rule)
+            found.append(replace(f, index=seen[key]))
+            seen[key] += 1
+        return found
+
     def variant(self) -> Variant:
         reads = list(self.traced.reads.values())
-        return Variant(self.traced.form, self.traced.training, self.graph, reads, list(self.members.values()), self.fused)
+        return Variant(
+            self.traced.form, self.traced.training, self.graph, reads, list(self.members.values()), self.fused
+        )
 
     def _count(self) -> Counts:
         counts = Counts()
@@ -262,7 +272,9 @@ class _Work:
         named = dict(reversed(state.nodes))
         return [named[name] for name in rule.outputs]
 
-    def _replace(self, rule: Rule, root: Node, match: Match, made: Call, nodes: set[Node], paths: tuple[Path, ...]) -> None:
+    def _replace(
+        self, rule: Rule, root: Node, match: Match, made: Call, nodes: set[Node], paths: tuple[Path, ...]
+    ) -> None:
         outputs = self._outputs(rule, root, match.state)
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         readers = [u for o in outputs for u in o.users if u not in nodes]
@@ -285,21 +297,25 @@ class _Work:
             self.members[child.path] = _with_pins(self.members.get(child.path), child)
             self.touched.add(child.path)
         reduced = next((m for m in self.missed if m[1] & nodes and m[0].priority > rule.priority), None)
-        if reduced is None:
-            self.found.append(Found("fused", rule.name, paths))
-        else:
-            self.found.append(Found("reduced", rule.name, paths, f"not {reduced[0].name}: {reduced[3]}"))
+        made_of = Found("fused", rule.name, paths)
+        if reduced is not None:
+            made_of = Found("reduced", rule.name, paths, f"not {reduced[0].name}: {reduced[3]}")
+        self._place(nodes, made_of)
+
+    def _place(self, nodes: Iterable[Node], found: Found) -> None:
+        self.placed.append((min(self.position.get(n, len(self.position)) for n in nodes), found))
 
     def _report_misses(self) -> None:
         said: set[Node] = set()
         for rule, nodes, paths, reason in self.missed:
             if not nodes & (self.gone | said):
-                self.found.append(Found("skipped", rule.name, paths, reason))
+                self._place(nodes, Found("skipped", rule.name, paths, reason))
                 said |= nodes
         for node, kind in self.kinds.items():
             if node not in self.gone and node not in said:
                 where = (tuple(node.target.split(".")),) if node.op == "call_module" else ((),)
-                self.found.append(Found("skipped", "", where, f"{kind} with nothing to fuse it with: {self._around(node)}"))
+                reason = f"{kind} with nothing to fuse it with: {self._around(node)}"
+                self._place([node], Found("skipped", "", where, reason))
 
     def _around(self, node: Node) -> str:
         source = node.all_input_nodes[0] if node.all_input_nodes else None
@@ -351,12 +367,10 @@ def _is_data(node: Node) -> bool:
 
 
 def _kind_of_module(module: nn.Module) -> str | None:
-    from ..activations import recognise
-
-    if type(module).__module__.startswith("torch.nn.") or not module._modules:
-        name = type(module).__name__
-        if "Norm" in name and any(p is not None for p in (*module._parameters.values(), *module._buffers.values(), None)):
-            return "norm" if name != "LocalResponseNorm" else None
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        return "norm"
+    if "Norm" in type(module).__name__ and (module._parameters or module._buffers) and not module._modules:
+        return "norm"
     found = recognise(module)
     return "activation" if found is not None and found.name != "identity" else None
 
@@ -365,7 +379,9 @@ def _merged(variants: list[Variant]) -> list[Variant]:
     """Variants of one call form whose two modes came out the same, as one."""
     merged: list[Variant] = []
     for variant in variants:
-        twin = next((m for m in merged if m.training is not None and m.form == variant.form and _same(m, variant)), None)
+        twin = next(
+            (m for m in merged if m.training is not None and m.form == variant.form and _same(m, variant)), None
+        )
         if twin is None:
             merged.append(variant)
         else:
@@ -376,7 +392,8 @@ def _merged(variants: list[Variant]) -> list[Variant]:
 def _same(a: Variant, b: Variant) -> bool:
     if a.graph is None or b.graph is None:
         return a.graph is b.graph and a.refused == b.refused
-    if a.fused != b.fused or {(r, repr(r.value)) for r in a.reads} != {(r, repr(r.value)) for r in b.reads}:
+    reads = [{(r, repr(r.value)) for r in v.reads} for v in (a, b)]
+    if a.fused != b.fused or reads[0] != reads[1]:
         return False
     if [(c.path, c.pins) for c in a.members] != [(c.path, c.pins) for c in b.members]:
         return False

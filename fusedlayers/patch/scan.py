@@ -12,11 +12,11 @@ import types
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-AMBIENT = frozenset(
-    "is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype "
-    "get_autocast_gpu_dtype is_compiling is_dynamo_compiling is_torchdynamo_compiling is_exporting is_tracing "
-    "is_torch_fx_proxy is_fx_tracing is_in_onnx_export use_deterministic_algorithms environ getenv perf_counter".split()
-)
+AMBIENT = {
+    "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled",
+    "get_autocast_dtype", "get_autocast_gpu_dtype", "is_compiling", "is_dynamo_compiling", "is_torchdynamo_compiling",
+    "is_exporting", "is_tracing", "is_torch_fx_proxy", "is_fx_tracing", "is_in_onnx_export", "environ", "getenv",
+}  # fmt: skip
 """Names under which forwards ask for state that belongs to the process or the thread, not to the module."""
 
 

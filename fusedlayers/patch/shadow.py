@@ -20,14 +20,9 @@ from torch import nn
 Path = tuple[str, ...]
 STATE = "__shadow_state__"
 
-_INTERNAL = frozenset(
-    "_modules _parameters _buffers _non_persistent_buffers_set _backward_pre_hooks _backward_hooks _is_full_backward_hook "
-    "_forward_hooks _forward_hooks_with_kwargs _forward_hooks_always_called _forward_pre_hooks "
-    "_forward_pre_hooks_with_kwargs _state_dict_hooks _state_dict_pre_hooks _load_state_dict_pre_hooks "
-    "_load_state_dict_post_hooks call_super_init dump_patches T_destination _version".split()
-)
-_ATOMS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
-_ATOMS += (torch.layout, torch.memory_format, torch.Size, enum.Enum, type, range)
+_INTERNAL = {k for k in (*vars(nn.Module()), *vars(nn.Module)) if not callable(vars(nn.Module).get(k))} - {"training"}
+ATOMS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
+ATOMS += (torch.layout, torch.memory_format, torch.Size, enum.Enum, type, range)
 CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type(torch.ops.aten.add))
 
 
@@ -39,6 +34,8 @@ class Session(Protocol):
     """What the shadows of one trace report to."""
 
     training: bool
+    lent: list[tuple[str, Any, Any]]
+    """Copies of lists and dicts given to the forward, each with its original, to see afterwards whether it wrote."""
 
     def read(self, path: Path, name: str, kind: str, value: Any) -> None: ...
     def call(self, path: Path, args: tuple, kwargs: dict[str, Any]) -> Any: ...
@@ -48,7 +45,7 @@ class Session(Protocol):
 
 def plain(value: Any) -> bool:
     """Whether a value can be compared later to see that it has not changed."""
-    if isinstance(value, _ATOMS):
+    if isinstance(value, ATOMS):
         return True
     if type(value) in (tuple, list, set, frozenset):
         return all(plain(v) for v in value)
@@ -58,8 +55,10 @@ def plain(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    if type(value) in (tuple, list, set, frozenset):
+    if type(value) in (list, set):
         return type(value)(_copied(v) for v in value)
+    if type(value) in (tuple, frozenset):
+        return value if all(isinstance(v, ATOMS) for v in value) else type(value)(_copied(v) for v in value)
     return {k: _copied(v) for k, v in value.items()} if type(value) is dict else value
 
 
@@ -122,8 +121,11 @@ def _plain_read(session: Session, path: Path, name: str, value: Any) -> Any:
     if name == "training":
         return value
     if plain(value):
+        given = _copied(value)
         session.read(path, name, "value", _copied(value))
-        return _copied(value)
+        if given is not value:
+            session.lent.append((".".join((*path, name)), given, value))
+        return given
     if isinstance(value, CODE):
         session.read(path, name, "value", value)
         return value
@@ -138,7 +140,7 @@ def _plain_read(session: Session, path: Path, name: str, value: Any) -> Any:
 class _Children(dict):
     """A module's `_modules`, giving out shadows."""
 
-    __slots__ = ("session", "path", "made")
+    __slots__ = ("made", "path", "session")
 
     def __init__(self, modules: dict[str, Any], session: Session, path: Path):
         super().__init__(modules)
@@ -155,7 +157,7 @@ class _Children(dict):
         return self.made[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401  it is this method
 
     def __iter__(self) -> Iterator[str]:
         self._listed()
@@ -187,7 +189,7 @@ class _Children(dict):
 class _Tensors(dict):
     """A module's `_parameters` or `_buffers`, giving out graph values."""
 
-    __slots__ = ("session", "path")
+    __slots__ = ("path", "session")
 
     def __init__(self, tensors: dict[str, Any], session: Session, path: Path):
         super().__init__(tensors)
@@ -199,7 +201,7 @@ class _Tensors(dict):
         return None if value is None else self.session.tensor(self.path, name, value)
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401  it is this method
 
     def values(self) -> Any:
         return [self[name] for name in self]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Graph, Node, Proxy
-from torch.fx.proxy import TracerBase, TraceError
+from torch.fx.proxy import TraceError, TracerBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import shadow
@@ -90,7 +90,7 @@ class Value(Proxy):
         raise Untraceable("forward searches in a value")
 
 
-for _name in "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift".split():
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"):
     setattr(Value, f"__{_name}__", lambda self, other, _name=_name: self._inplace(_name, other))
 
 
@@ -102,11 +102,15 @@ class _NoRealTensors(TorchDispatchMode):
 
 
 class _Tracer(TracerBase):
-    def __init__(self, module: nn.Module, cls: type, function: types.FunctionType, form: dict[str, Any], training: bool):
+    def __init__(
+        self, module: nn.Module, cls: type, function: types.FunctionType, form: dict[str, Any], training: bool
+    ):
         self.graph = Graph()
         self.module, self.cls, self.function = module, cls, function
         self.form, self.training = form, training
+        self.optional = _optional(function)
         self.reads: dict[tuple[Path, str, str], Read] = {}
+        self.lent: list[tuple[str, Any, Any]] = []
         self.helpers: set[Callable[..., Any]] = set()
 
     # what shadows report
@@ -141,7 +145,9 @@ class _Tracer(TracerBase):
         local = function
         if names:
             names = {**function.__globals__, **names}
-            local = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+            local = types.FunctionType(
+                function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+            )
             local.__kwdefaults__ = function.__kwdefaults__
         if function is self.function or not asked.none_tested:
             return local
@@ -217,8 +223,13 @@ class _Tracer(TracerBase):
         raise Untraceable(f"forward makes a {type(a).__name__}")
 
     def to_bool(self, obj: Proxy) -> bool:
-        if obj.node.op == "placeholder" and obj.node.target not in self.form:
-            raise _Undecided(obj.node.target)
+        pending, seen = [obj.node], set()
+        while pending:  # an argument with a default, or something computed from one: its value becomes part of the form
+            node = pending.pop()
+            if node.op == "placeholder" and node.target in self.optional and node.target not in self.form:
+                raise _Undecided(node.target)
+            seen.add(node)
+            pending += [n for n in node.all_input_nodes if n not in seen]
         raise Untraceable("forward branches on a value")
 
     def iter(self, obj: Proxy) -> Iterator[Any]:
@@ -313,14 +324,21 @@ def traces(module: nn.Module, cls: type) -> list[Trace]:
                 done += 1
             except _Undecided as question:
                 parameter = signature.parameters[question.name]
-                choices = question.choices or [c for c in _choices(parameter) if c != GIVEN or parameter.default is None]
+                choices = question.choices or _choices(parameter, asked=True)
                 if not choices:
                     found.append(Trace(form, training, refused=f"forward branches on {question.name}"))
                 pending += [{**form, question.name: choice} for choice in choices]
     return found
 
 
-def _choices(parameter: inspect.Parameter) -> list[Any]:
+@functools.lru_cache(maxsize=1024)
+def _optional(function: types.FunctionType) -> set[str]:
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    return {p.name for p in parameters if _choices(p, asked=True)}
+
+
+def _choices(parameter: inspect.Parameter, asked: bool = False) -> list[Any]:
+    """The forms to try for an argument that the forward compares with None or, if `asked`, takes the truth of."""
     default = parameter.default
     if default is None:
         return [NONE, GIVEN]
@@ -328,7 +346,7 @@ def _choices(parameter: inspect.Parameter) -> list[Any]:
         return [Exactly(default), Exactly(not default)]
     if default is not inspect.Parameter.empty and shadow.plain(default):
         return [Exactly(default)]
-    return [GIVEN]
+    return [] if asked else [GIVEN]
 
 
 def _trace(module, cls, function, signature, form, training) -> Trace:  # type: ignore[no-untyped-def]
@@ -343,12 +361,15 @@ def _trace(module, cls, function, signature, form, training) -> Trace:  # type: 
             result = tracer.method(function)(root, *args, **kwargs)
         tracer.create_node("output", "output", (tracer.create_arg(result),), {})
         before.check()
+        for where, given, value in tracer.lent:
+            if not shadow.plain(given) or given != value:
+                raise Untraceable(f"forward writes into self.{where}")
     except _Undecided:
         raise
     except (Untraceable, TraceError) as reason:
         trace.refused = str(reason).split("\n")[0]
     except Exception as error:  # whatever a user's forward does on symbolic values is a reason, never a crash
-        trace.refused = f"forward fails on symbolic values ({type(error).__name__}: {str(error).split(chr(10))[0][:80]})"
+        trace.refused = f"forward fails on symbolic values ({type(error).__name__}: {str(error)[:80]!r})"
     else:
         trace.graph, trace.reads = tracer.graph, tracer.reads
     finally:

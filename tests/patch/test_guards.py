@@ -1,0 +1,209 @@
+"""What is done to a model after patching acts as it would have on the original; each fallback is counted and shown."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fusedlayers as fl
+from fusedlayers.patch import FallbackError, FallbackWarning
+
+from .models import MLP, Pair, assert_same, network, twin
+
+X = torch.randn(5, 8)
+
+
+def pair(**options) -> Pair:
+    return fl.patch_model(Pair(nn.Linear(8, 8), nn.LeakyReLU(0.1)), **options)
+
+
+def fallbacks(model: nn.Module) -> dict[str, int]:
+    return dict(fl.explain(model).fallbacks.get("", {}))
+
+
+def test_hooks_added_later_fire_and_see_what_they_would_have_seen():
+    model = pair(on_fallback="ignore")
+    original = fl.unpatch_model(twin(model))
+    for name in ("fc", "act"):
+        seen = {}
+        handles = [
+            getattr(m, name).register_forward_hook(lambda mod, a, out, key=key, seen=seen: seen.__setitem__(key, out))
+            for key, m in (("patched", model), ("original", original))
+        ]
+        assert torch.equal(model(X), original(X))
+        assert torch.equal(seen["patched"], seen["original"])
+        for handle in handles:
+            handle.remove()
+    assert set(fallbacks(model)) == {"fc has a hook", "act has a hook"}
+    model(X)
+    assert sum(fallbacks(model).values()) == 2
+
+
+def test_a_hook_that_changes_the_output_counts():
+    model = pair(on_fallback="ignore")
+    model.fc.register_forward_hook(lambda mod, args, out: out * 2)
+    assert torch.equal(model(X), nn.functional.leaky_relu(nn.Linear.forward(model.fc, X) * 2, 0.1))
+
+
+def test_hooks_on_the_container_itself_cost_nothing():
+    model = pair(on_fallback="raise")
+    calls = []
+    model.register_forward_hook(lambda *a: calls.append(1))
+    model(X)
+    assert calls == [1] and not fallbacks(model)
+
+
+def test_global_hooks_fire_for_each_child():
+    model, seen = pair(on_fallback="ignore"), []
+    handle = nn.modules.module.register_module_forward_hook(lambda mod, a, out: seen.append(type(mod).__name__))
+    model(X)
+    handle.remove()
+    assert seen == ["Linear", "LeakyReLU", "Pair"]
+    assert fallbacks(model) == {"a hook on all modules is registered": 1}
+
+
+def test_replaced_children_are_called():
+    model = pair(on_fallback="ignore")
+    model.act = nn.Tanh()
+    assert torch.equal(model(X), torch.tanh(model.fc(X)))
+    model.fc = nn.Identity()
+    assert torch.equal(model(X), torch.tanh(X))
+    assert fallbacks(model) == {"act has been replaced": 2}
+
+
+def test_a_replaced_child_of_the_same_kind_is_fused_too():
+    model = pair(on_fallback="raise")
+    model.fc = nn.Linear(8, 3)
+    assert torch.equal(model(X), nn.functional.leaky_relu(model.fc(X), 0.1))
+
+
+def test_a_setting_of_the_activation_changed_later():
+    model = pair(on_fallback="ignore")
+    model.act.negative_slope = 0.5
+    assert torch.equal(model(X), nn.functional.leaky_relu(model.fc(X), 0.5))
+    assert fallbacks(model) == {"act.negative_slope has changed": 1}
+
+
+def test_a_forward_given_to_a_child_later():
+    model = pair(on_fallback="ignore")
+    model.fc.forward = lambda x: x + 1
+    assert torch.equal(model(X), nn.functional.leaky_relu(X + 1, 0.1))
+
+
+def test_a_forward_given_to_the_class_later():
+    class Local(Pair):
+        pass
+
+    model = fl.patch_model(Local(nn.Linear(8, 8), nn.ReLU()), on_fallback="ignore")
+    Local.forward = lambda self, x: self.fc(x) - 7
+    assert torch.equal(model(X), model.fc(X) - 7)
+
+
+def test_attributes_read_by_the_forward_changed_later():
+    class Scaled(Pair):
+        scale = 2.0
+
+        def forward(self, x):
+            y = self.act(self.fc(x)) * self.scale
+            return y if self.extra is None else self.extra(y)
+
+    model = Scaled(nn.Linear(8, 8), nn.ReLU())
+    model.extra = None
+    fl.patch_model(model, on_fallback="ignore")
+    original = fl.unpatch_model(twin(model))
+    assert torch.equal(model(X), original(X)) and not fallbacks(model)
+    for name, value, back in (("scale", 3.0, 2.0), ("extra", nn.Tanh(), None)):
+        for m in (model, original):
+            setattr(m, name, value)
+        assert torch.equal(model(X), original(X))
+        for m in (model, original):
+            setattr(m, name, back)
+    assert set(fallbacks(model)) == {"scale has changed", "extra has been set"}
+
+
+def test_an_optional_child_removed_later():
+    class Optional(Pair):
+        def forward(self, x):
+            y = self.act(self.fc(x))
+            return y if self.head is None else self.head(y)
+
+    model = Optional(nn.Linear(8, 8), nn.ReLU())
+    model.head = nn.Linear(8, 2)
+    fl.patch_model(model, on_fallback="ignore")
+    assert model(X).shape == (5, 2)
+    model.head = None
+    assert model(X).shape == (5, 8)
+
+
+def test_both_forms_of_call_stay_fused():
+    model = fl.patch_model(MLP(), on_fallback="raise")
+    original = fl.unpatch_model(twin(model))
+    assert_same(model, original, X)
+    assert_same(model, original, X, mask=torch.rand(8))
+    assert_same(model, original, X, torch.rand(8))
+
+
+def test_a_call_form_that_was_not_traced_is_counted():
+    class Formed(Pair):
+        def forward(self, x, width=8):
+            if width == 8:
+                return self.act(self.fc(x))
+            return self.fc(x)
+
+    model = fl.patch_model(Formed(nn.Linear(8, 8), nn.ReLU()), on_fallback="ignore")
+    model(X)
+    assert not fallbacks(model)
+    assert torch.equal(model(X, 7), model.fc(X))
+    assert fallbacks(model) == {"this form of call was not traced": 1}
+
+
+def test_warns_once_a_site():
+    model = fl.patch_model(network())
+    model[0].register_forward_hook(lambda *a: None)
+    with pytest.warns(FallbackWarning, match=r"the model runs unfused: 0 has a hook"):
+        model(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(X)
+    assert fallbacks(model) == {"0 has a hook": 2}
+
+
+def test_raises_when_asked():
+    model = fl.patch_model(network(), on_fallback="raise")
+    model[2].fc.register_forward_hook(lambda *a: None)
+    with pytest.raises(FallbackError, match=r"2 runs unfused: fc has a hook"):
+        model(X)
+
+
+def test_fallbacks_are_shown_by_explain():
+    model = fl.patch_model(network(), on_fallback="ignore")
+    model[2].act = nn.Tanh()
+    model(X)
+    report = fl.explain(model)
+    assert report.fallbacks == {"2": {"act has been replaced": 1}}
+    assert "calls that took the original path" in str(report) and "act has been replaced" in str(report)
+    assert "see the fallbacks below" in str(report).splitlines()[0]
+
+
+def test_a_mode_without_a_fused_site_is_no_fallback():
+    class Trains(Pair):
+        def forward(self, x):
+            return self.act(self.fc(x)) if self.training else self.fc(x)
+
+    model = fl.patch_model(Trains(nn.Linear(8, 8), nn.ReLU()), on_fallback="raise")
+    assert torch.equal(model.eval()(X), model.fc(X))
+    assert not fallbacks(model)
+
+
+def test_a_copy_counts_for_itself():
+    model = fl.patch_model(network(), on_fallback="ignore")
+    model[2].act = nn.Tanh()
+    model(X)
+    copy = twin(model)
+    copy(X)
+    copy(X)
+    assert sum(fl.explain(model).fallbacks["2"].values()) == 1
+    assert sum(fl.explain(copy).fallbacks["2"].values()) == 2
