@@ -48,3 +48,9 @@ def promoted(*operands: tuple[torch.dtype | None, int]) -> torch.dtype:
 def activated(act: Activation, dtype: torch.dtype, device_type: str) -> torch.dtype:
     """The dtype of `act` on an input of `dtype` under autocast on this device: some activations run in float32."""
     return torch.float32 if dtype in _LOW and device_type in act.spec.autocast_fp32 else dtype
+
+
+@functools.cache
+def norm_autocasts(op: str, device_type: str) -> bool:
+    """Whether autocast runs `aten::op`, a norm, in float32 on this device. Torch's versions differ: it is asked."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", f"Autocast{device_type.upper()}")
