@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from fusedlayers import kernels
 
+ROOT = Path(__file__).resolve().parent.parent
+
 NO_TRITON = """
 import sys
+from pathlib import Path
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
@@ -23,7 +27,9 @@ sys.meta_path.insert(0, Blocker())
 
 
 def run(code: str, **env: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env})
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**os.environ, **env}
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ def test_digits(precision):
     for package in ("lightning", "sklearn", "safetensors"):
         pytest.importorskip(package, reason=f"the example needs {package}")
     command = [sys.executable, "examples/train_digits.py", "--short", "--device", "cuda", "--precision", precision]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Failed" not in done.stdout and "equal to the last bit" in done.stdout
