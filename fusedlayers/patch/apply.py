@@ -110,12 +110,12 @@ def _reduce_ex(self: nn.Module, protocol: int) -> Any:
     if type(self) is not cls or isinstance(reduced, str):
         return reduced
     make, args, state, *rest = (*reduced, None, None, None)[: max(3, len(reduced))]
-    args = tuple(info.original if a is cls else a for a in args)
+    make, *args = (info.original if a is cls else a for a in (make, *args))
     site = self.__dict__.get(STATE)
     if isinstance(state, dict):
         state = {k: v for k, v in state.items() if k != STATE}
     carried = (state, site, info.rules, tuple(f for f in info.found if f.status != "skipped"), info.token)
-    return (_revive, (make, args), carried, *rest)
+    return (_revive, (make, tuple(args)), carried, *rest)
 
 
 def _revive(make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:

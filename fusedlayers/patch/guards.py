@@ -6,10 +6,12 @@ At patch time `member_problem` asks the same questions of a child that is about 
 from __future__ import annotations
 
 import threading
+import uuid
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -187,16 +189,21 @@ class FallbackWarning(UserWarning):
 
 
 _lock = threading.Lock()
+_by_token: weakref.WeakValueDictionary[str, Site] = weakref.WeakValueDictionary()
 
 
-@dataclass
 class Site:
     """What a patched module carries: its name in the model, what a fallback does, and how often each happened."""
 
-    name: str
-    on_fallback: str = "warn"
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    routes: dict[str, str] = field(default_factory=dict)
+    def __init__(self, name: str, on_fallback: str = "warn", routes: dict[str, str] | None = None):
+        self.name, self.on_fallback, self.routes = name, on_fallback, dict(routes or {})
+        self.fallbacks: Counter[str] = Counter()
+        self.token = uuid.uuid4().hex
+        _by_token[self.token] = self
+
+    def __reduce__(self) -> Any:
+        """A copy counts for itself."""
+        return (Site, (self.name, self.on_fallback, self.routes))
 
     def note(self, reason: str) -> None:
         with _lock:
@@ -208,12 +215,21 @@ class Site:
         if self.on_fallback == "warn" and first:
             warnings.warn(message, FallbackWarning, stacklevel=5)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        return Site(self.name, self.on_fallback, Counter(), dict(self.routes))
-
 
 def note(module: nn.Module, reason: str | None) -> None:
     """Counts a fallback. Slices and other objects made from a patched class are not sites: nothing to count."""
     site = module.__dict__.get(STATE)
-    if site is not None and reason is not None:
+    if site is None or reason is None:
+        return
+    if torch.compiler.is_compiling():
+        _note_compiling(site.token, reason)
+    else:
         site.note(reason)
+
+
+def _note_compiling(token: str, reason: str) -> None:
+    """Counts once for a compiled call: the compiler runs this while tracing and breaks no graph for it."""
+    _by_token[token].note(reason)
+
+
+_note_compiling._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, without importing the compiler

@@ -1,0 +1,85 @@
+"""`explain`: every site with its reason, coverage, and one line to read first."""
+
+from __future__ import annotations
+
+import json
+
+from torch import nn
+
+import fusedlayers as fl
+
+from .models import MLP, network
+
+
+def test_explain_changes_nothing():
+    model = network()
+    before = [(type(m), set(vars(m))) for m in model.modules()]
+    fl.explain(model)
+    assert [(type(m), set(vars(m))) for m in model.modules()] == before
+
+
+def test_the_same_sites_before_and_after_patching():
+    model = network()
+    before = fl.explain(model)
+    after = fl.explain(fl.patch_model(model))
+    assert [r.modules for r in before.fused] == [r.modules for r in after.fused]
+    assert before.counts == after.counts
+    assert "would be fused" in before.summary() and "would be" not in after.summary()
+
+
+def test_records():
+    report = fl.explain(network())
+    assert len(report) == len(list(report)) == len(report.fused) + len(report.reduced) + len(report.skipped)
+    record = report.fused[1]
+    assert (record.name, record.rule, record.modules, record.reason) == ("2.fc", "linear_act", ("2.fc", "2.act"), "")
+
+
+def test_the_first_line_can_be_read():
+    line = str(fl.explain(fl.patch_model(network()))).splitlines()[0]
+    assert line.startswith("cpu float32: 5 sites fused (0/0 norms, 0/0 adds, 5/5 activations), 0 reduced, 0 skipped")
+    assert line.endswith("next: fl.verify(model, x)")
+    assert "dropout keeps eager's masks" in fl.explain(nn.Sequential(nn.Linear(2, 2), nn.Dropout())).summary()
+    assert "nothing here can be fused" in fl.explain(nn.Sequential(nn.Conv2d(1, 1, 1))).summary()
+
+
+def test_the_table_is_aligned():
+    lines = str(fl.explain(network())).splitlines()[2:]
+    starts = {line.index("linear_act") for line in lines[2:]}
+    assert len(starts) == 1 and lines[0].index("rule") in starts
+
+
+def test_to_dict_is_json():
+    data = json.loads(json.dumps(fl.explain(fl.patch_model(network())).to_dict()))
+    assert data["coverage"]["activation"] == {"fused": 5, "total": 5}
+    assert data["fused"][0]["modules"] == ["0", "1"]
+
+
+def test_every_unfused_activation_norm_and_add_has_a_reason():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.act, self.pool = nn.Conv2d(3, 3, 1), nn.ReLU(), nn.MaxPool2d(1)
+
+        def forward(self, x):
+            return x + self.act(self.pool(self.conv(x)))
+
+    report = fl.explain(Block(), rules=["linear_act"])
+    assert {(r.name, r.reason) for r in report.skipped} == {
+        ("act", "activation with nothing to fuse it with: follows pool (MaxPool2d)"),
+        ("", "residual with nothing to fuse it with: follows x"),
+    }
+    assert report.counts.total == {"activation": 1, "norm": 0, "residual": 1}
+
+
+def test_a_container_that_cannot_be_traced_says_why():
+    class Branches(MLP):
+        def forward(self, x):
+            return self.act(self.fc(x)) if x.sum() > 0 else x
+
+    report = fl.explain(Branches())
+    assert [(r.name, r.reason) for r in report.skipped] == [("act", "forward branches on a value")]
+
+
+def test_what_was_left_out_when_patching_is_said_on_the_patched_model():
+    model = fl.patch_model(network(), exclude="3")
+    assert ("3.0", "left out when the model was patched") in [(r.name, r.reason) for r in fl.explain(model).skipped]
