@@ -43,6 +43,7 @@ def commands(out: Path) -> dict[str, list[str]]:
         "ops": bench("ops", "ops"),
         "ops-eager": bench("ops", "ops", "--peers", "eager,liger"),
         "grid": bench("ops", "grid", "--grid", "--peers", "eager"),
+        "grid-triton": bench("ops", "grid-triton", "--grid", "--peers", "eager", "--route", "triton"),
         "layers": bench("layers", "layers"),
         "models": bench("models", "models", "--peers", "eager"),
         "compile": bench("models", "models", "--peers", "eager,compile"),

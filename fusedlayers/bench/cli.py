@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..settings import ROUTES, settings
 from . import ops, report
 from .peers import PEERS, Case, DeviceLost, run_cases
 from .timing import QUICK, Budget, Effort
@@ -26,11 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         raise SystemExit(f"bench: unknown peers {', '.join(sorted(unknown))} (known: {', '.join(PEERS)})")
     try:
-        if args.kind == "models":
-            from . import models
+        with settings(route=args.route):
+            if args.kind == "models":
+                from . import models
 
-            return models.main(args, peers, device, budget)
-        return run(args, peers, device, budget)
+                return models.main(args, peers, device, budget)
+            return run(args, peers, device, budget)
     except DeviceLost as lost:
         print(f"the device is lost ({lost}); going on in a new process", flush=True)
         more = ["--resume", *([] if args.budget is None else ["--budget", f"{max(budget.left, 0):.0f}"])]
@@ -96,7 +98,7 @@ def one_line(result: dict[str, Any]) -> str:
 
 
 def _public(args: argparse.Namespace) -> dict[str, Any]:
-    return {k: v for k, v in vars(args).items() if k in ("peers", "only", "budget", "grid")}
+    return {k: v for k, v in vars(args).items() if k in ("peers", "only", "budget", "grid", "route")}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,5 +110,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="*", metavar="GLOB", help="only the cases whose name matches")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no case after this time")
     parser.add_argument("--grid", action="store_true", help="ops: many sizes against eager and a second copy of it")
+    parser.add_argument("--route", choices=ROUTES, default="auto", help="the route the library is held to")
     parser.add_argument("--resume", action="store_true", help="keep what the JSON has, run only what is missing")
     return parser

@@ -42,7 +42,7 @@ def affine_scalars(n: int, dtype: str) -> Case:
     """`relu(a*x + b)` with numbers, forward only: the textbook example."""
     dt = DTYPES[dtype]
     return Case(
-        f"fused_relu/scalars/{n}/{dtype}",
+        f"affine_act/scalars/{n}/{dtype}",
         lambda d: (rand(d, dt, n, grad=False), 1.5, 0.5),
         functional.fused_relu,
         lambda x, a, b: torch.relu(a * x + b),

@@ -77,6 +77,7 @@ def run_case(case: Case, peers: Sequence[str], device: str, effort: Effort, cont
         "case": case.name,
         **failed,
         "direction": "forward+backward" if case.training else "forward",
+        "elements": next(t.numel() for t in _tensors(first)),
         "input_sets": sets,
         "least_bytes": sum(case.moved) if case.training else case.moved[0],
         "flops": case.flops,

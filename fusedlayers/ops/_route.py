@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..settings import settings
+from . import _table
 
 _PLAIN = (Tensor, nn.Parameter)
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -85,7 +86,7 @@ def pick(
         tensors: all tensor arguments (`None` entries are skipped).
         plan: asked only where kernels could run; gives what they need to know, or a string: why they cannot.
         library: whether the op has a vendor-library route.
-        auto: chooses among the routes for a plan where nothing is forced; default: `"triton"`.
+        auto: the op's own choice for a plan where nothing is forced (default: `"triton"`), which a table may overrule.
 
     Raises:
         RuntimeError: the Triton route is forced and cannot run, with the reason.
@@ -100,7 +101,9 @@ def pick(
         return "reference", None
     if wanted == "library":
         return ("library" if library else "reference"), found
-    return ("triton" if wanted == "triton" or auto is None else auto(found)), found
+    if wanted == "triton":
+        return "triton", found
+    return _table.choose(op, tensors, "triton" if auto is None else auto(found)), found
 
 
 def failed(op: str, error: Exception) -> None:

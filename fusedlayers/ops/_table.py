@@ -1,0 +1,134 @@
+"""Which route pays, by op, device, direction, dtype and size: from a table, so that a call costs one lookup.
+
+A table comes from the first of these that has one: the file shipped for the device (`tables/<device>.json`), this
+machine's cache of earlier measurements, a measurement now (`_measure.py`, where `settings.autotune` allows it and
+nothing captures the stream). Else the op's own choice stands: a rule of thumb.
+
+A table maps `op/direction/dtype` to runs `[bits, route]`: tensors of up to `bits` bits of size (`numel.bit_length()`)
+take that route, `null` leaves it to the op. Only routes that compute the same up to rounding are ever exchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..settings import settings
+
+TABLES = Path(__file__).parent / "tables"
+TRAIN, INFER = "train", "infer"
+_BITS = 64
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+Entry = dict[tuple[bool, torch.dtype], tuple[str | None, ...]]
+"""By direction (whether gradients are needed) and dtype: the route for each bit length; empty: nothing to exchange."""
+
+REFERENCE: Entry = {(train, dtype): ("reference",) * (_BITS + 1) for train in (True, False) for dtype in NAMES}
+
+_entries: dict[tuple[str, int], Entry] = {}
+_sources: dict[tuple[str, int], str] = {}
+
+
+def choose(op: str, tensors: Sequence[Tensor | None], preferred: str) -> str:
+    """The route of a call whose op prefers `preferred`; `tensors[0]` gives device, dtype and size."""
+    x = tensors[0]
+    entry = _entries.get((op, x.get_device()))
+    if entry is None:
+        entry = _resolve(op, x)
+    if not entry:
+        return preferred
+    train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    routes = entry.get((train, x.dtype))
+    return preferred if routes is None else routes[x.numel().bit_length()] or preferred
+
+
+def explain(op: str, device: int = 0) -> str:
+    """Where the routes of an op on a device come from, in words."""
+    return _sources.get((op, device), "the op's own rule; nothing was looked up yet")
+
+
+def forget() -> None:
+    """Looks everything up again on next use, as after a change of `settings.cache` or `settings.autotune`."""
+    _entries.clear()
+    _sources.clear()
+    _shipped.cache_clear()
+
+
+@contextlib.contextmanager
+def in_force(key: tuple[str, int], entry: Entry) -> Iterator[None]:
+    """`entry` for this op and device, whatever the table says; for measuring, and for tests."""
+    before = _entries.get(key)
+    _entries[key] = entry
+    try:
+        yield
+    finally:
+        if before is None:
+            del _entries[key]
+        else:
+            _entries[key] = before
+
+
+def _resolve(op: str, x: Tensor) -> Entry:
+    device = x.get_device()
+    if not x.is_cuda:
+        return _keep(op, device, {}, "the op's own rule: no measurements without a CUDA device")
+    name = torch.cuda.get_device_name(device)
+    shipped = _shipped(name)
+    if shipped is not None:
+        return _keep(op, device, parse(op, shipped), f"the table shipped for {name}")
+    if not settings.autotune:
+        return _keep(op, device, {}, f"the op's own rule: no table for {name}, and autotuning is off")
+    from . import _measure
+
+    found, source = _measure.look_up(op, x)
+    if found is None:  # not now: nothing is kept, so that a later call asks again
+        return {}
+    return _keep(op, device, parse(op, found), source)
+
+
+def _keep(op: str, device: int, entry: Entry, source: str) -> Entry:
+    _entries[op, device] = entry
+    _sources[op, device] = source
+    return entry
+
+
+@functools.lru_cache(maxsize=16)
+def _shipped(device_name: str) -> Mapping[str, Any] | None:
+    path = TABLES / f"{slug(device_name)}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["routes"] if path.exists() else None
+
+
+def slug(device_name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+
+
+def parse(op: str, routes: Mapping[str, Any]) -> Entry:
+    """The entry of one op from a table's `routes`.
+
+    Raises:
+        ValueError: a table that cannot be read as the docstring above says.
+    """
+    entry: Entry = {}
+    for dtype, short in NAMES.items():
+        for train in (True, False):
+            runs = routes.get(f"{op}/{TRAIN if train else INFER}/{short}")
+            if runs:
+                entry[train, dtype] = _dense(runs)
+    return entry
+
+
+def _dense(runs: Sequence[tuple[int, str | None]]) -> tuple[str | None, ...]:
+    dense: list[str | None] = []
+    for bits, route in runs:
+        if route not in (None, "reference", "library", "triton") or bits < len(dense) - 1:
+            raise ValueError(f"not a run of a route table: {[bits, route]}")
+        dense += [route] * (bits + 1 - len(dense))
+    return tuple(dense + [None] * (_BITS + 1 - len(dense)))
