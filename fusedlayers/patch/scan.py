@@ -25,6 +25,8 @@ class Scan:
     """What one code object asks: arguments compared with None, and reasons not to trust a trace of it."""
 
     none_tested: set[str] = field(default_factory=set)
+    none_tested_outside: set[str] = field(default_factory=set)
+    """Likewise of an enclosing function, from a comprehension or lambda in it."""
     asks_types: bool = False
     splats_only: bool = True
     """`**kwargs` is only ever passed on, never looked into."""
@@ -46,7 +48,7 @@ def _scan(code: types.CodeType) -> Scan:
     ]
     stores: dict[str, list[int]] = {}
     for at, step in enumerate(steps):
-        if step.opname.startswith("STORE_FAST"):
+        if step.opname.startswith(("STORE_FAST", "STORE_DEREF")):
             for name in _names(step):
                 stores.setdefault(name, []).append(at)
     for at, step in enumerate(steps):
@@ -74,12 +76,21 @@ def _scan(code: types.CodeType) -> Scan:
                 found.refused = found.refused or f"forward compares a computed value, {tested}, with None"
         elif tested in arguments:
             found.none_tested.add(tested)
+        elif tested in code.co_freevars:
+            found.none_tested_outside.add(tested)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             nested = _scan(inner)
             found.refused = found.refused or nested.refused
             found.asks_types |= nested.asks_types
             found.globals_read |= nested.globals_read
+            for name in nested.none_tested_outside:
+                if name in arguments and name not in stores:
+                    found.none_tested.add(name)
+                elif name in code.co_freevars:
+                    found.none_tested_outside.add(name)
+                elif not all(_harmless(steps, s - 1) for s in stores.get(name, ())):
+                    found.refused = found.refused or f"forward compares a computed value, {name}, with None"
             if varkw and varkw in inner.co_freevars:
                 found.splats_only = False
     return found
@@ -95,9 +106,9 @@ def _none_test(steps: list[dis.Instruction], at: int) -> str | None:
     else:
         return None
     load = steps[operand]
-    if load.opname.startswith("LOAD_FAST"):
+    if load.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE")):
         return _names(load)[-1]
-    return None if _harmless(steps, operand) or load.opname.startswith(("LOAD_GLOBAL", "LOAD_DEREF")) else ""
+    return None if _harmless(steps, operand) or load.opname.startswith("LOAD_GLOBAL") else ""
 
 
 def _harmless(steps: list[dis.Instruction], at: int) -> bool:
@@ -113,7 +124,7 @@ def _harmless(steps: list[dis.Instruction], at: int) -> bool:
         )
     while at > 0 and steps[at].opname.startswith("LOAD_ATTR"):
         at -= 1
-    return steps[at].opname.startswith("LOAD_FAST") and _names(steps[at])[-1] == "self"
+    return steps[at].opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and _names(steps[at])[-1] == "self"
 
 
 def _names(step: dis.Instruction) -> tuple[str, ...]:
