@@ -67,10 +67,12 @@ def _eager_groups(first, k0, k1, calls, threads, VEC: tl.constexpr, BN: tl.const
     zero = tl.zeros_like(thread)
     a, b, c, d = philox(k0, k1, call.to(tl.uint32), (call >> 32).to(tl.uint32), thread, zero, 10)
     if VEC == 4:
-        return _four(a, b, c, d)
-    call += 1
-    e, f, g, h = philox(k0, k1, call.to(tl.uint32), (call >> 32).to(tl.uint32), thread, zero, 10)
-    return _eight(a, b, c, d, e, f, g, h)
+        words = _four(a, b, c, d)
+    else:
+        call += 1
+        e, f, g, h = philox(k0, k1, call.to(tl.uint32), (call >> 32).to(tl.uint32), thread, zero, 10)
+        words = _eight(a, b, c, d, e, f, g, h)
+    return words
 
 
 @triton.jit

@@ -55,7 +55,31 @@ def act_bias() -> Iterator[Entry]:
         yield Entry(f"act_bias_backward-{need_h}", module.act_bias_backward, signature, constants)
 
 
-FAMILIES = (linear, act_bias)
+def residual() -> Iterator[Entry]:
+    import triton.language as tl
+
+    module = kernels.load("residual")
+    # DROP, VEC, GROUPED, RNG_PTR: none; eager's masks by vector width and one by one; fast ones
+    draws = [(0, 1, False, False), (1, 8, True, False), (1, 4, True, False), (1, 1, False, False), (2, 8, True, True)]
+    # the seed's words; scale_value, A, T, C, P, scale_a, scale_c, path_rows; threshold, threads, keep_scale
+    numbers, sizes, last = ("i32",) * 4, ("fp32", 1, "i32", "i32", 1, "i32", 1, "i32"), ("i32", "i32", "fp32")
+    for col, (drop, vec, grouped, rng) in [(True, draw) for draw in draws] + [(False, draw) for draw in draws[:2]]:
+        constants = {
+            "CT": tl.float32, "COL": col, "HAS_SCALE": True, "HAS_PATH": True, "RNG_PTR": rng,
+            "DROP": drop, "VEC": vec, "GROUPED": grouped, "WIDE": False,
+        }  # fmt: skip
+        name = f"{'col' if col else 'row'}-{drop}-{vec}"
+        pointers = ("*bf16", "*bf16", "*fp32", "*bf16", "*i64" if rng else None, "*bf16")
+        tile = {"HAS_RES": True, "BM": 4 if col else 1, "BN": 1024 if col else 4096}
+        signature = (*pointers, *numbers, *sizes, *last)
+        yield Entry(f"residual_forward-{name}", module.forward, signature, {**constants, **tile})
+        if drop != 2 and vec != 4:
+            tile = {"NEED_DX": True, "BM": 8 if col else 2, "BN": 256 if col else 1024}
+            signature = (*pointers, "*fp32", *numbers, *sizes, "i32", "i32", *last)
+            yield Entry(f"residual_backward-{name}", module.backward, signature, {**constants, **tile})
+
+
+FAMILIES = (linear, act_bias, residual)
 ENTRIES = [entry for family in FAMILIES for entry in family()]
 
 
