@@ -2,6 +2,7 @@
 
 from .affine import FusedAffine, FusedAffineReLU
 from .linear import FusedLinear, FusedLinearGELU, FusedLinearReLU, FusedLinearSiLU
+from .residual import FusedScaleResidual
 
 __all__ = [
     "FusedAffine",
@@ -10,4 +11,5 @@ __all__ = [
     "FusedLinearGELU",
     "FusedLinearReLU",
     "FusedLinearSiLU",
+    "FusedScaleResidual",
 ]
