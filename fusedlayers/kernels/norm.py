@@ -4,9 +4,9 @@
 `BN`. Statistics are a mean and then a sum of squared distances from it, never a difference of two large sums.
 
 Pointers: x, residual, g, g_sum and s (what was normalised: x, or the sum) are read by rows of a stride of their own;
-y, sum, dx and dres are dense. `stats_ptr` holds rstd (M,) and then, where there is a mean, mean (M,). Sizes and strides
-come divided by `V`, their common divisor up to 16, and are multiplied back here: so the compiler sees how far loads
-may be vectorised also where N is no multiple of 16.
+y, sum, dx and dres are dense. `stats_ptr` holds rstd (M,) and then, where there is a mean, mean (M,). XT is the dtype
+of s, CT the one computed in. Sizes and strides come divided by `V`, their common divisor up to 16, and are multiplied
+back here: so the compiler sees how far loads may be vectorised also where N is no multiple of 16.
 
 Gradients of the parameters take two stages and no atomics: each block of `backward` walks many rows, adds up in
 registers and writes one partial row; `reduce.finish` adds those up in a fixed order.
@@ -40,9 +40,9 @@ def _finished(xhat, w_ptr, b_ptr, cols, in_cols, XT: tl.constexpr, CT: tl.conste
 @triton.jit
 def forward(
     x_ptr, res_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, stats_ptr, M, n_v, x_v, res_v,
-    CT: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, CENTER: tl.constexpr, CAST: tl.constexpr,
-    HAS_RES: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, WRITE_STATS: tl.constexpr, V: tl.constexpr,
-    BR: tl.constexpr, BN: tl.constexpr,
+    XT: tl.constexpr, CT: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, CENTER: tl.constexpr,
+    CAST: tl.constexpr, HAS_RES: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, WRITE_STATS: tl.constexpr,
+    V: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Blocks (cdiv(M, BR)), BN >= N. Reads M*N of x (and residual), writes M*N of y (and sum)."""
     N = n_v * V
@@ -52,9 +52,7 @@ def forward(
     in_cols = cols < N
     mask = in_rows[:, None] & in_cols
     x = tl.load(x_ptr + rows[:, None] * (x_v * V) + cols, mask=mask, other=0.0)
-    XT: tl.constexpr = x_ptr.dtype.element_ty
     if HAS_RES:
-        XT: tl.constexpr = sum_ptr.dtype.element_ty
         res = tl.load(res_ptr + rows[:, None] * (res_v * V) + cols, mask=mask, other=0.0)
         # the norm sees the sum as it is returned, rounded
         x = (x.to(CT) + res.to(CT)).to(XT)
@@ -75,17 +73,15 @@ def forward(
 @triton.jit
 def forward_long(
     x_ptr, res_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, stats_ptr, M, n_v, x_v, res_v,
-    CT: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, CENTER: tl.constexpr, CAST: tl.constexpr,
-    HAS_RES: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, WRITE_STATS: tl.constexpr, V: tl.constexpr,
-    BN: tl.constexpr,
+    XT: tl.constexpr, CT: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, CENTER: tl.constexpr,
+    CAST: tl.constexpr, HAS_RES: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, WRITE_STATS: tl.constexpr,
+    V: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Blocks (M). Reads a row twice, the second time from the cache where it fits; chunks join by Chan's formula."""
     N = n_v * V
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * (x_v * V)
-    XT: tl.constexpr = x_ptr.dtype.element_ty
     if HAS_RES:
-        XT: tl.constexpr = sum_ptr.dtype.element_ty
         res_ptr += row * (res_v * V)
         sum_ptr += row * N
     squares = tl.zeros((BN,), dtype=CT)

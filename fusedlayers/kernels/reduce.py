@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import cdiv, next_power_of_2
-from .launch import launch
+from .launch import Launch
 
 
 @triton.jit
@@ -36,7 +39,13 @@ def sum_partials(partial_ptr, first_ptr, second_ptr, K, N, FROM: tl.constexpr, B
 def finish(partial: Tensor, first: Tensor | None, second: Tensor | None) -> None:
     """Sums `partial` (2, K, N) over K into `first` (N,) and `second` (N,), those that are not `None`."""
     _, K, N = partial.shape
-    bn = min(next_power_of_2(N), 64)
-    bk = max(1, min(next_power_of_2(K), 2048 // bn))
+    dtypes = (partial.dtype, None if first is None else first.dtype, None if second is None else second.dtype)
+    _prepared(K, N, *dtypes)(partial, first, second)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(K: int, N: int, partial: torch.dtype, first: torch.dtype | None, second: torch.dtype | None) -> Launch:
+    bn = min(next_power_of_2(N), 32)  # 128 bytes; few columns a block, or too few blocks share the work
+    bk = max(1, min(next_power_of_2(K), 4096 // bn))
     grid = (cdiv(N, bn), (first is not None) + (second is not None))
-    launch(sum_partials, grid, partial, first, second, K, N, int(first is None), bk, bn)
+    return Launch(sum_partials, grid, (K, N, int(first is None), bk, bn))

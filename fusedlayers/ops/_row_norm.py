@@ -142,7 +142,8 @@ class _Call:
         flags = (self.norm.center, self.norm.cast_before_weight, has_res, not no_weight, not no_bias, keep, unit)
         tile = forward_tile(self.N, self.dtype.itemsize)
         sizes = (self.M, self.N // unit, x_step // unit, res_step // unit)
-        rest = (*sizes, triton_dtype(self.dtype), self._eps(), float(self.norm.offset), *flags)
+        dtypes = triton_dtype(self.s_dtype), triton_dtype(self.dtype)
+        rest = (*sizes, *dtypes, self._eps(), float(self.norm.offset), *flags)
         kernel, launch = load("norm"), load("launch").Launch
         if tile.rows:
             run = launch(kernel.forward, (cdiv(self.M, tile.rows),), (*rest, tile.rows, tile.cols), tile.warps)
@@ -308,34 +309,32 @@ class Tile:
 
 @functools.cache
 def forward_tile(N: int, itemsize: int) -> Tile:
-    """32 values a thread: enough loads in flight to fill the memory pipe, and half of its registers free.
+    """32 values a thread: enough loads in flight to fill the memory pipe, and half of its registers left.
 
-    Up to 1024 columns a row stays within one warp, so that its sums need no barrier.
+    Up to 1024 columns rows stay within one warp, so that their sums need no barrier. `itemsize`: of the dtype computed
+    in.
     """
     cols = next_power_of_2(N)
     if cols * itemsize > 65536:
-        return Tile(0, 8192 * 4 // itemsize, 8)
-    if cols <= 256:
-        return Tile(4096 // cols, cols, 4)
-    rows = max(1, 1024 // cols)
-    return Tile(rows, cols, max(1, cols // 1024))
+        return Tile(0, 32768 // itemsize, 8)
+    return Tile(max(1, 1024 // cols), cols, max(1, cols // 1024))
 
 
 @functools.cache
 def backward_tile(N: int, itemsize: int) -> Tile:
-    """8 to 16 values a thread of each of input, gradient, weight and two sums: what 128 registers a thread can hold.
+    """16 values a thread of each of input, gradient, weight and two sums: what 128 registers hold.
 
-    Blocks for each multiprocessor: about as many as are resident at once, since each writes a partial row.
+    `per_processor` makes 16 warps of them resident, which is all there is room for: each block walks many rows and
+    writes one partial row. The next tile is loaded while one is worked on. From 512 columns on all warps lie along the
+    row, so that a thread adds the rows of its tile up by itself (`sums=1`).
     """
     cols = next_power_of_2(N)
     if cols * itemsize > 32768:
-        return Tile(0, 4096 * 4 // itemsize, 8)
-    if cols <= 512:
-        return Tile(2048 // cols, cols, 4, sums=2048 // cols, per_processor=4)
-    if cols <= 1024:
-        return Tile(2, cols, 4, per_processor=4)
-    warps = min(16, cols // 512)
-    return Tile(1, cols, warps, per_processor=max(1, 16 // warps), stages=2)
+        return Tile(0, 16384 // itemsize, 8)
+    if cols <= 256:
+        return Tile(2048 // cols, cols, 4, sums=2048 // cols, per_processor=4, stages=2)
+    rows, warps = (2, cols // 256) if cols <= 1024 else (1, cols // 512)
+    return Tile(rows, cols, warps, per_processor=max(1, 16 // warps), stages=2)
 
 
 def _unit(*sizes: int) -> int:
