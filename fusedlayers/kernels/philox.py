@@ -116,11 +116,11 @@ def _fast_single(at, k0, k1, calls):
 
 
 @triton.jit
-def state(rng_ptr, seed_low, seed_high, offset_low, offset_high, FROM_MEMORY: tl.constexpr):
-    """Key words and the number of calls before this one, from `rng_ptr` (2,) int64 (seed, offset) or from int32s."""
+def state(seed_ptr, offset_ptr, seed_low, seed_high, offset_low, offset_high, FROM_MEMORY: tl.constexpr):
+    """Key words and the number of calls before this one, from `seed_ptr`, `offset_ptr` int64, or from int32 words."""
     if FROM_MEMORY:
-        seed = tl.load(rng_ptr)
-        offset = tl.load(rng_ptr + 1)
+        seed = tl.load(seed_ptr)
+        offset = tl.load(offset_ptr)
         k0 = seed.to(tl.uint32)
         k1 = (seed >> 32).to(tl.uint32)
     else:

@@ -34,7 +34,7 @@ def _factor(z, path_ptr, row, in_row, path_rows, N, first_col, k0, k1, calls, th
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "offset_low", "offset_high", "threshold", "threads"])
 def forward(
-    x_ptr, res_ptr, scale_ptr, path_ptr, rng_ptr, out_ptr,
+    x_ptr, res_ptr, scale_ptr, path_ptr, seed_ptr, offset_ptr, out_ptr,
     seed_low, seed_high, offset_low, offset_high,
     scale_value, A, T, C, P, scale_a, scale_c, path_rows, threshold, threads, keep_scale,
     CT: tl.constexpr, COL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_RES: tl.constexpr, HAS_PATH: tl.constexpr,
@@ -65,7 +65,7 @@ def forward(
         z = z * scale_value
     k0, k1, calls = 0, 0, 0
     if DROP != 0:
-        k0, k1, calls = state(rng_ptr, seed_low, seed_high, offset_low, offset_high, RNG_PTR)
+        k0, k1, calls = state(seed_ptr, offset_ptr, seed_low, seed_high, offset_low, offset_high, RNG_PTR)
     z = _factor(z, path_ptr, row, in_row, path_rows, C, first_col, k0, k1, calls, threshold, keep_scale, threads,
                 HAS_PATH, DROP, VEC, GROUPED, WIDE, BN)  # fmt: skip
     if HAS_RES:
@@ -75,7 +75,7 @@ def forward(
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "offset_low", "offset_high", "threshold", "threads"])
 def backward(
-    g_ptr, x_ptr, scale_ptr, path_ptr, rng_ptr, dx_ptr, partial_ptr,
+    g_ptr, x_ptr, scale_ptr, path_ptr, seed_ptr, offset_ptr, dx_ptr, partial_ptr,
     seed_low, seed_high, offset_low, offset_high,
     scale_value, A, T, C, P, scale_a, scale_c, path_rows, per_block, blocks, threshold, threads, keep_scale,
     CT: tl.constexpr, COL: tl.constexpr, HAS_SCALE: tl.constexpr, NEED_DX: tl.constexpr, HAS_PATH: tl.constexpr,
@@ -117,7 +117,7 @@ def backward(
             scale = tl.load(scale_ptr + (line % P) * scale_a, mask=in_t, other=0.0).to(CT)[:, None]
     k0, k1, calls = 0, 0, 0
     if DROP != 0:
-        k0, k1, calls = state(rng_ptr, seed_low, seed_high, offset_low, offset_high, RNG_PTR)
+        k0, k1, calls = state(seed_ptr, offset_ptr, seed_low, seed_high, offset_low, offset_high, RNG_PTR)
     total = tl.zeros((BM, BN), dtype=CT)
     for start in range(begin, end, BM if COL else BN):
         if COL:

@@ -16,15 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import KernelError, cdiv, load
+from ..kernels import cdiv, load
 from ..settings import settings
 
 BLOCK = 256  # threads of a block in torch's kernel
 UNROLL = 4  # numbers a call gives, and the generator's unit
 OFF, EAGER, FAST = 0, 1, 2
-
-_checked: dict[tuple[int, torch.dtype], int | str] = {}
-_check_lock = threading.Lock()
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,21 @@ class Dropout:
 
 
 NONE = Dropout()
-Rng = tuple[int, int] | Tensor
-"""`(seed, offset)`, or a `(2,)` int64 tensor on the device that holds them."""
+Rng = tuple[int, int] | tuple[Tensor, Tensor]
+"""`(seed, offset)`, as numbers or as int64 tensors on the device."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was found out about a device: for each dtype the most elements a thread of torch's dropout takes at once,
+    or why its masks cannot be had; and why the generator cannot be read inside a CUDA graph, if so."""
+
+    widest: dict[torch.dtype, int | str]
+    captured: str | None
+
+
+_known: dict[int, _Known] = {}
+_check_lock = threading.Lock()
 
 
 def layout(numel: int, itemsize: int, address: int, widest: int, max_blocks: int) -> tuple[int, int, int]:
@@ -92,8 +103,9 @@ def _float32(value: float) -> float:
 
 def setting(device: torch.device) -> str:
     """Which masks are wanted, and whether a CUDA graph is being captured: a prepared call is kept under both."""
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return settings.dropout + " captured" if captured else settings.dropout
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return settings.dropout
+    return f"{settings.dropout} captured" if device.index in _known else f"{settings.dropout} captured, unchecked"
 
 
 def plan(p: float, numel: int, dtype: torch.dtype, address: int, device: torch.device, setting: str) -> Dropout | str:
@@ -107,11 +119,14 @@ def plan(p: float, numel: int, dtype: torch.dtype, address: int, device: torch.d
         return Dropout(FAST, 8, 1, UNROLL, threshold, keep_scale)
     if device.type != "cuda":
         return "eager's masks are drawn by torch's CUDA generator"
-    if setting.endswith("captured"):
-        return "a CUDA graph is being captured: the generator's state lies on the device, so dropout is left to torch"
-    widest = eager_vector(device, dtype)
+    if setting.endswith("unchecked"):
+        return "a CUDA graph is being captured before eager's masks were checked on this device"
+    known = knowledge(device)
+    widest = known.widest[dtype]
     if isinstance(widest, str):
         return widest
+    if setting.endswith("captured") and known.captured is not None:
+        return known.captured
     vec, threads, increment = layout(numel, dtype.itemsize, address, widest, _max_blocks(device.index))
     threshold, keep_scale = eager_threshold(p)
     return Dropout(EAGER, vec, threads, increment, threshold, keep_scale)
@@ -120,15 +135,17 @@ def plan(p: float, numel: int, dtype: torch.dtype, address: int, device: torch.d
 def draw(spec: Dropout, device: torch.device) -> Rng | None:
     """The generator's state for this mask; the generator moves on as torch's own call would move it.
 
-    Host state only: no device is waited for. While a CUDA graph is captured, fast masks take a seed drawn on the
-    device, so that every replay has a new one.
+    No device is waited for. While a CUDA graph is captured the state lies on the device, other at every replay.
     """
     if spec.mode == OFF:
         return None
     if device.type == "cpu":
         return int(torch.empty((), dtype=torch.int64).random_()), 0
     if torch.cuda.is_current_stream_capturing():
-        return torch.empty(2, dtype=torch.int64, device=device).random_()
+        if spec.mode == EAGER:
+            return _captured_state(device, spec.increment)
+        seed = torch.empty((), dtype=torch.int64, device=device).random_()
+        return seed, seed
     generator = torch.cuda.default_generators[device.index]
     offset = generator.get_offset()
     generator.set_offset(offset + spec.increment)
@@ -147,9 +164,32 @@ def rewind(device: torch.device, offset: int | None) -> None:
         torch.cuda.default_generators[device.index].set_offset(offset)
 
 
+@torch.no_grad()
+def _captured_state(device: torch.device, increment: int) -> tuple[Tensor, Tensor]:
+    """Seed and offset at this point of a graph, on the device; the graph's generator moves on by `increment`.
+
+    torch tells them to Python through one op only: memory-efficient attention with dropout returns them for its own
+    backward, and counts one number for each query and key. So: a tiny attention of `increment` queries and one key.
+    """
+    key = _key(device.index)
+    query = key.expand(1, increment, 1, 8)
+    nones = (None,) * 5  # bias, and what ragged batches need
+    result = torch.ops.aten._efficient_attention_forward(query, key, key, *nones, 0.5, 0, False)
+    return result[2], result[3]
+
+
+@functools.cache
+def _key(index: int) -> Tensor:
+    return torch.zeros((1, 1, 1, 8), dtype=torch.float16, device=f"cuda:{index}")
+
+
+def pointers(rng: Rng | None) -> tuple[Tensor | None, Tensor | None]:
+    return rng if rng is not None and isinstance(rng[0], Tensor) else (None, None)
+
+
 def numbers(rng: Rng | None) -> tuple[int, int, int, int]:
     """Seed and offset in four int32 words, whatever their value, so that one compiled kernel serves them all."""
-    if isinstance(rng, tuple):
+    if rng is not None and not isinstance(rng[0], Tensor):
         seed, offset = rng
         return _signed(seed), _signed(seed >> 32), _signed(offset), _signed(offset >> 32)
     return 0, 0, 0, 0
@@ -160,13 +200,14 @@ def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def eager_vector(device: torch.device, dtype: torch.dtype) -> int | str:
-    """The most elements a thread of torch's dropout takes at once on this device, or why its masks cannot be had."""
-    key = (device.index, dtype)
-    with _check_lock:
-        found = _checked.get(key)
-        if found is None:
-            found = _checked[key] = _check(device, dtype)
+def knowledge(device: torch.device) -> _Known:
+    """What is known of a CUDA device; finds it out on the first call, which must not be inside a capture."""
+    found = _known.get(device.index)
+    if found is None:
+        with _check_lock:
+            found = _known.get(device.index)
+            if found is None:
+                found = _known[device.index] = _check(device)
     return found
 
 
@@ -177,25 +218,59 @@ def _max_blocks(index: int) -> int:
 
 
 @torch.no_grad()
-def _check(device: torch.device, dtype: torch.dtype) -> int | str:
-    """Draws with `F.dropout` and with the kernel from one state, which is put back, and compares bits and offsets."""
-    if torch.version.hip is not None:
-        return "the masks of torch's ROCm dropout are not known"
+def _check(device: torch.device) -> _Known:
+    """Draws with `F.dropout` and with the kernel from one state, and compares bits and offsets; so too in a graph.
+
+    The generator is put back as it was.
+    """
     generator = torch.cuda.default_generators[device.index]
-    if not hasattr(generator, "get_offset"):
-        return "this torch does not show its generator's offset"
     before = generator.get_state()
     try:
         with torch.cuda.device(device):
-            # newer versions take 16 bytes at once, older ones four elements
-            for widest in dict.fromkeys((16 // dtype.itemsize, 4)):
-                if all(_agrees(generator, device, dtype, widest, *case) for case in _cases(device.index)):
-                    return widest
-    except (RuntimeError, KernelError) as error:
-        return f"torch's dropout could not be checked: {error}"
+            widest = {dtype: _widest(generator, device, dtype) for dtype in DTYPES}
+            return _Known(widest, _why_not_captured(generator, device))
     finally:
         generator.set_state(before)
+
+
+def _widest(generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> int | str:
+    if torch.version.hip is not None:
+        return "the masks of torch's ROCm dropout are not known"
+    try:
+        # newer versions take 16 bytes at once, older ones four elements
+        for widest in dict.fromkeys((16 // dtype.itemsize, 4)):
+            if all(_agrees(generator, device, dtype, widest, *case) for case in _cases(device.index)):
+                return widest
+    except (AttributeError, RuntimeError) as error:
+        return f"torch's dropout could not be checked: {type(error).__name__}: {error}"
     return f"torch {torch.__version__} draws its dropout masks in another order"
+
+
+def _why_not_captured(generator: torch.Generator, device: torch.device) -> str | None:
+    """Captures two draws in a graph and replays it from a known state."""
+    seed, offset = 0x5DEECE66D1234567, 2**34 - 4
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    try:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            _captured_state(device, 4)
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                states = _captured_state(device, 8), _captured_state(device, 4)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(side)
+        generator.manual_seed(seed)
+        generator.set_offset(offset)
+        graph.replay()
+        found = [int(t) for state in states for t in state]
+        if found == [seed, offset, seed, offset + 8] and generator.get_offset() == offset + 12:
+            return None
+        return "in a CUDA graph the generator's state is not what torch's attention says"
+    except (AttributeError, RuntimeError, TypeError) as error:
+        return f"in a CUDA graph the generator's state cannot be read: {type(error).__name__}: {error}"
+    finally:
+        graph.reset()
 
 
 def _cases(index: int) -> list[tuple[int, int, float]]:
@@ -224,12 +299,11 @@ def factor(ones: Tensor, spec: Dropout, rng: Rng) -> Tensor:
     """What dropout multiplies each element of a dense tensor by: `ones` of that layout in, 0 or the scale out."""
     out = torch.empty_like(ones)
     n = ones.numel()
-    rng_ptr = rng if isinstance(rng, Tensor) else None
-    tl = load("launch").tl
-    flags = (tl.float32, False, False, False, False, rng_ptr is not None)
+    in_memory = pointers(rng)
+    flags = (load("launch").tl.float32, False, False, False, False, in_memory[0] is not None)
     rest = (1.0, 1, 1, n, 1, 0, 0, 1, *constants(spec), *flags, *drawn(spec, n, n), 1, 4096)
     run = load("launch").Launch(load("residual").forward, (cdiv(n, 4096),), rest)
-    run(ones, None, None, None, rng_ptr, out, numbers=numbers(rng))
+    run(ones, None, None, None, *in_memory, out, numbers=numbers(rng))
     return out
 
 

@@ -81,10 +81,10 @@ class _ScaleResidual(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         need_x, _, need_scale = ctx.needs_input_grad[:3]
-        on_device = isinstance(rng, Tensor)
         kept_scale = scale if need_x and isinstance(scale, Tensor) else None
-        ctx.save_for_backward(x if need_scale else None, kept_scale, path, rng if on_device else None)
-        ctx.call, ctx.rng = call, None if on_device else rng
+        in_memory = _dropout.pointers(rng)
+        ctx.save_for_backward(x if need_scale else None, kept_scale, path, *in_memory)
+        ctx.call, ctx.rng = call, rng if in_memory[0] is None else None
         return call.forward(x, residual, scale, path, rng)
 
     @staticmethod
@@ -92,8 +92,8 @@ class _ScaleResidual(torch.autograd.Function):
         if g is None:
             return (None,) * 6
         call, (need_x, need_res, need_scale) = ctx.call, ctx.needs_input_grad[:3]
-        x, scale, path, rng_ptr = ctx.saved_tensors
-        saved = (x, scale, path, rng_ptr if ctx.rng is None else ctx.rng)
+        x, scale, path, *in_memory = ctx.saved_tensors
+        saved = (x, scale, path, ctx.rng if in_memory[0] is None else tuple(in_memory))
         dx = dscale = None
         if need_x or need_scale:
             try:
@@ -163,27 +163,29 @@ class _Call:
     ) -> Tensor:
         """`[residual +] path * drop * (scale * x)`: the forward, and on grad the backward that needs no x."""
         out = torch.empty_strided(self.shape, self.loops.stride, dtype=dtype, device=x.device)
-        scale, rng_ptr = self._pointers(scale, x, rng)
+        scale, rng_pointers = self._scale_pointer(scale, x), _dropout.pointers(rng)
         key = (residual is None, x.dtype)
-        run = self._launches.get(key) or self._prepare_apply(key, residual is not None, scale is not None, rng_ptr)
-        run(x, residual, scale, path, rng_ptr, out, numbers=_dropout.numbers(rng))
+        run = self._launches.get(key)
+        if run is None:
+            run = self._prepare_apply(key, residual is not None, scale is not None, rng_pointers[0] is not None)
+        run(x, residual, scale, path, *rng_pointers, out, numbers=_dropout.numbers(rng))
         return out
 
-    def _pointers(self, scale: Scale, x: Tensor, rng: Rng | None) -> tuple[Tensor | None, Tensor | None]:
+    def _scale_pointer(self, scale: Scale, x: Tensor) -> Tensor | None:
         if self.number is not None and self.compute == torch.float64:  # Triton passes Python floats as float32
-            scale = x.new_full((), self.number, dtype=self.compute)
-        return scale if isinstance(scale, Tensor) else None, rng if isinstance(rng, Tensor) else None
+            return x.new_full((), self.number, dtype=self.compute)
+        return scale if isinstance(scale, Tensor) else None
 
-    def _rest(self, has_scale: bool, also: bool, rng_ptr: Tensor | None, extra: tuple[int, ...] = ()) -> tuple:
+    def _rest(self, has_scale: bool, also: bool, in_memory: bool, extra: tuple[int, ...] = ()) -> tuple:
         loops, drop = self.loops, self.drop
         number = 1.0 if self.number is None or has_scale else float(self.number)
         sizes = (loops.A, loops.T, loops.C, loops.P, *loops.scale_strides, loops.path_rows, *extra)
-        flags = (triton_dtype(self.compute), loops.col, has_scale, also, self.path, rng_ptr is not None)
+        flags = (triton_dtype(self.compute), loops.col, has_scale, also, self.path, in_memory)
         return (number, *sizes, *_dropout.constants(drop), *flags, *_dropout.drawn(drop, loops.numel, loops.C))
 
-    def _prepare_apply(self, key: Any, has_residual: bool, has_scale: bool, rng_ptr: Tensor | None) -> Any:
+    def _prepare_apply(self, key: Any, has_residual: bool, has_scale: bool, in_memory: bool) -> Any:
         grid, tile, warps = _forward_tile(self.loops)
-        rest = (*self._rest(has_scale, has_residual, rng_ptr), *tile)
+        rest = (*self._rest(has_scale, has_residual, in_memory), *tile)
         run = self._launches[key] = load("launch").Launch(load("residual").forward, grid, rest, warps)
         return run
 
@@ -196,19 +198,22 @@ class _Call:
             return self._apply(g, None, scale, path, rng, self.x_dtype), None
         x = with_strides(x, self.shape, self.loops.stride)
         dx = torch.empty_like(x) if need_x else None
-        scale, rng_ptr = self._pointers(scale, x, rng)
-        run, partials = self._launches.get(need_x) or self._prepare_backward(need_x, scale is not None, rng_ptr)
+        scale, rng_pointers = self._scale_pointer(scale, x), _dropout.pointers(rng)
+        found = self._launches.get(need_x)
+        if found is None:
+            found = self._prepare_backward(need_x, scale is not None, rng_pointers[0] is not None)
+        run, partials = found
         count, view = self.loops.coefs.count, self.loops.coefs.view
         partial = g.new_empty((1, partials, count), dtype=self.compute)
-        run(g, x, scale, path, rng_ptr, dx, partial, numbers=_dropout.numbers(rng))
+        run(g, x, scale, path, *rng_pointers, dx, partial, numbers=_dropout.numbers(rng))
         dscale = g.new_empty(count, dtype=self.scale_dtype)
         load("reduce").finish(partial, dscale, None)
         return dx, view(dscale).reshape(self.scale_shape)
 
-    def _prepare_backward(self, need_x: bool, has_scale: bool, rng_ptr: Tensor | None) -> Any:
+    def _prepare_backward(self, need_x: bool, has_scale: bool, in_memory: bool) -> Any:
         loops = self.loops
         grid, tile, warps, per_block, blocks = _backward_tile(loops)
-        rest = (*self._rest(has_scale, need_x, rng_ptr, (per_block, blocks)), *tile)
+        rest = (*self._rest(has_scale, need_x, in_memory, (per_block, blocks)), *tile)
         run = load("launch").Launch(load("residual").backward, grid, rest, warps)
         found = self._launches[need_x] = run, blocks if loops.col else loops.T // loops.P * blocks
         return found

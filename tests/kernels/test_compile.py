@@ -69,7 +69,8 @@ def residual() -> Iterator[Entry]:
             "DROP": drop, "VEC": vec, "GROUPED": grouped, "WIDE": False,
         }  # fmt: skip
         name = f"{'col' if col else 'row'}-{drop}-{vec}"
-        pointers = ("*bf16", "*bf16", "*fp32", "*bf16", "*i64" if rng else None, "*bf16")
+        state = ("*i64", "*i64") if rng else (None, None)
+        pointers = ("*bf16", "*bf16", "*fp32", "*bf16", *state, "*bf16")
         tile = {"HAS_RES": True, "BM": 4 if col else 1, "BN": 1024 if col else 4096}
         signature = (*pointers, *numbers, *sizes, *last)
         yield Entry(f"residual_forward-{name}", module.forward, signature, {**constants, **tile})
@@ -79,7 +80,23 @@ def residual() -> Iterator[Entry]:
             yield Entry(f"residual_backward-{name}", module.backward, signature, {**constants, **tile})
 
 
-FAMILIES = (linear, act_bias, residual)
+def gated() -> Iterator[Entry]:
+    import triton.language as tl
+
+    module, act = kernels.load("gated"), kernels.load("activations")
+    common = {"CT": tl.float32, "ACT": act.value(get("silu")), "P0": 0.0, "P1": 0.0}
+    signature = ("*bf16", "*bf16", "*bf16", "i32", "i32", "i32", "i32")
+    yield Entry("gated_forward", module.gated_forward, signature, {**common, "BM": 1, "BN": 1024})
+    for sums in (False, True):
+        constants = {
+            **common, "GRAD": act.gradient(get("silu")), "KEEPS_OUTPUT": False, "NEED_DGATE": True, "NEED_DUP": True,
+            "NEED_H": sums, "NEED_SUMS": sums, "BM": 8 if sums else 1, "BN": 256 if sums else 1024,
+        }  # fmt: skip
+        signature = (*["*bf16"] * 5, *(("*bf16", "*fp32") if sums else (None, None)), *["i32"] * 8)
+        yield Entry(f"gated_backward-{sums}", module.gated_backward, signature, constants)
+
+
+FAMILIES = (linear, act_bias, gated, residual)
 ENTRIES = [entry for family in FAMILIES for entry in family()]
 
 

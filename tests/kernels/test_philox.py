@@ -134,7 +134,7 @@ def test_fast_masks_do_not_depend_on_how_they_are_drawn(monkeypatch):
     real = _dropout.drawn
     monkeypatch.setattr(_dropout, "drawn", lambda *args: (*real(*args)[:2], False, False))
     assert torch.equal(_dropout.factor(torch.ones(2048), spec, (7, 8)), grouped)
-    assert torch.equal(_dropout.factor(torch.ones(2048), spec, torch.tensor([7, 8])), grouped)
+    assert torch.equal(_dropout.factor(torch.ones(2048), spec, (torch.tensor(7), torch.tensor(8))), grouped)
     assert not torch.equal(_dropout.factor(torch.ones(2048), spec, (7, 12)), grouped)
     assert not torch.equal(_dropout.factor(torch.ones(2048), spec, (9, 8)), grouped)
 
