@@ -9,14 +9,29 @@ from torch import Tensor, nn
 from . import activations
 from .activations import Activation
 from .ops import affine_act as _affine_act
+from .ops import batch_norm_act as _batch_norm_act
+from .ops import gated_act as _gated_act
+from .ops import gated_mlp as _gated_mlp
 from .ops import layer_norm as _layer_norm
 from .ops import linear_act as _linear_act
+from .ops import mlp as _mlp
 from .ops import rms_norm as _rms_norm
 from .ops import scale_residual as _scale_residual
 
 ActivationLike = str | Activation | nn.Module | None
 
-__all__ = ["affine_act", "fused_relu", "layer_norm", "linear_act", "rms_norm", "scale_residual"]
+__all__ = [
+    "affine_act",
+    "batch_norm_act",
+    "fused_relu",
+    "gated_act",
+    "gated_mlp",
+    "layer_norm",
+    "linear_act",
+    "mlp",
+    "rms_norm",
+    "scale_residual",
+]
 
 
 def affine_act(
@@ -172,3 +187,135 @@ def rms_norm(
     tensor([ 1., -1.])
     """
     return _rms_norm.rms_norm(x, normalized_shape, weight, eps, residual)
+
+
+def batch_norm_act(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: ActivationLike = "relu",
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`act(batch_norm(x) + residual)`, the running statistics kept as `F.batch_norm` keeps them.
+
+    Training reads x twice and writes the result once, its backward reads four times and writes once (with a residual
+    one more read each, and its gradient); the activation's mask is recomputed. Evaluation is one pass.
+
+    Args:
+        x: `(N, C, *)`, any float dtype, contiguous or channels last without a copy.
+        running_mean, running_var: `(C,)` or `None`; updated in place when training, used when not.
+        weight, bias: `(C,)` or `None`, in the dtype of `x`, or float32.
+        training: whether the batch's own statistics are used.
+        momentum: weight of this batch in the running statistics.
+        eps: added to the variance.
+        activation: a name, an `Activation` or a torch activation module.
+        residual: added before the activation.
+
+    Returns:
+        Shape of `x`; dtype of `act(F.batch_norm(x, ...) + residual)`, also under autocast.
+
+    Raises:
+        ValueError: one value per channel when training, as `F.batch_norm` raises; unknown activation.
+        RuntimeError: wrong shapes or dtypes, as `F.batch_norm` raises.
+
+    >>> batch_norm_act(torch.tensor([[1.0], [3.0]]), None, None, None, None, True, 0.1, 0.0)
+    tensor([[0.],
+            [1.]])
+    """
+    return _batch_norm_act.batch_norm_act(
+        x, running_mean, running_var, weight, bias, training, momentum, eps, activations.get(activation), residual
+    )
+
+
+def mlp(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: ActivationLike = "gelu"
+) -> Tensor:
+    """`act(x @ w1.T + b1) @ w2.T + b2`, keeping one hidden tensor for backward where eager keeps two.
+
+    Kept is the pre-activation, or the activation's output where its gradient needs no more (ReLU, sigmoid, tanh).
+
+    Args:
+        x: `(*, in_features)`.
+        w1, b1: `(hidden, in_features)`, and `(hidden,)` or `None`.
+        w2, b2: `(out_features, hidden)`, and `(out_features,)` or `None`.
+        activation: a name, an `Activation` or a torch activation module.
+
+    Returns:
+        `(*, out_features)`, in the dtype of the torch expression, also under autocast.
+
+    Raises:
+        RuntimeError: sizes, dtypes or devices do not fit, as `F.linear` raises.
+        ValueError: unknown activation.
+    """
+    return _mlp.mlp(x, w1, b1, w2, b2, activations.get(activation))
+
+
+def gated_act(
+    gate: Tensor,
+    up: Tensor | None = None,
+    activation: ActivationLike = "silu",
+    *,
+    dim: int = -1,
+    gate_first: bool = True,
+) -> Tensor:
+    """`act(gate) * up` in one pass over the data, forward and backward: SwiGLU, GeGLU, ReGLU.
+
+    Args:
+        gate: any shape, any float dtype, any strides; halves of one tensor are read in place.
+        up: likewise. `None`: gate and up are the halves of `gate` along `dim`, whose gradient is then one tensor.
+        activation: a name, an `Activation` or a torch activation module.
+        dim: the dim to halve, with `up=None`.
+        gate_first: whether the gate is the first half, with `up=None`.
+
+    Returns:
+        Shape and dtype of the torch expression `act(gate) * up`.
+
+    Raises:
+        RuntimeError: the shapes do not broadcast, the devices differ, or the size to halve is odd, as torch raises.
+        ValueError: unknown activation.
+
+    >>> gated_act(torch.tensor([1.0, -1.0]), torch.tensor([5.0, 5.0]), "relu")
+    tensor([5., 0.])
+    """
+    act = activations.get(activation)
+    if up is None:
+        return _gated_act.chunked(gate, act, dim, gate_first)
+    return _gated_act.gated_act(gate, up, act)
+
+
+def gated_mlp(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    activation: ActivationLike = "silu",
+    *,
+    gate_first: bool = True,
+) -> Tensor:
+    """`(act(x @ w_gate.T + b_gate) * (x @ w_up.T + b_up)) @ w_down.T + b_down`, keeping x, gate and up for backward.
+
+    Args:
+        x: `(*, in_features)`.
+        w_gate, b_gate: `(hidden, in_features)`, and `(hidden,)` or `None`.
+        w_up, b_up: likewise. Without `w_up`, `w_gate` `(2 * hidden, in_features)` and `b_gate` project to both.
+        w_down, b_down: `(out_features, hidden)`, and `(out_features,)` or `None`.
+        activation: a name, an `Activation` or a torch activation module.
+        gate_first: without `w_up`, whether the gate is the first half of the projection.
+
+    Returns:
+        `(*, out_features)`, in the dtype of the torch expression, also under autocast.
+
+    Raises:
+        RuntimeError: sizes, dtypes or devices do not fit, as `F.linear` raises.
+        ValueError: unknown activation.
+    """
+    weights, biases = (w_gate, w_up, w_down), (b_gate, b_up, b_down)
+    return _gated_mlp.gated_mlp(x, weights, biases, activations.get(activation), gate_first)

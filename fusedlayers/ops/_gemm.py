@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .. import kernels
+from .. import activations, kernels
 from ..activations import Activation
 from ..kernels import cdiv, load, next_power_of_2
 from ._dtypes import activated, compute_dtype, triton_dtype
 
+_IDENTITY = activations.get("identity")
 _fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
@@ -103,6 +105,20 @@ def _linear_launch(
     return load("launch").Launch(kernel.linear_forward, grid, rest, config.warps, config.stages)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` by the library, on one dtype. Never a view: an op may return it, and a user edit it in place."""
+    if bias is not None and bias.dtype is not x.dtype:
+        bias = bias.to(x.dtype)
+    if x.dim() == 2:
+        return F.linear(x, weight, bias)
+    y = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
+    if bias is None:
+        torch.mm(rows(x), weight.t(), out=rows(y))
+    else:
+        torch.addmm(bias, rows(x), weight.t(), out=rows(y))
+    return y
+
+
 def activate(z: Tensor, act: Activation, dtype: torch.dtype) -> Tensor:
     """`act(z)` of a contiguous z in one pass."""
     y = torch.empty_like(z, dtype=dtype)
@@ -134,7 +150,7 @@ def act_bias_backward(
     need_db = db_dtype is not None
     dz = h = db = partial = None
     if need_dz:
-        own = overwrite and g.dtype is dtype and g.is_contiguous()
+        own = overwrite and may_overwrite(g) and g.dtype is dtype and g.is_contiguous()
         dz = g if own else torch.empty(shape, dtype=dtype, device=device)
     if need_h:
         h = torch.empty(shape, dtype=dtype, device=device)
@@ -146,6 +162,14 @@ def act_bias_backward(
         db = torch.empty(shape[1], dtype=db_dtype, device=device)
         load("reduce").finish(partial, db, None)
     return dz, db, h
+
+
+def may_overwrite(g: Tensor) -> bool:
+    """Whether a pass may write its result over what it reads.
+
+    Not where a tile has fewer elements than a block has threads: then several threads read the same element.
+    """
+    return g.numel() >= 4096
 
 
 @functools.lru_cache(maxsize=4096)
@@ -161,6 +185,12 @@ def _backward_launch(
         device_act.gradient(act), *device_act.constants(act), has_act, need_dz, need_h, need_db, *tile,
     )  # fmt: skip
     return load("launch").Launch(load("act_bias").act_bias_backward, grid, rest), blocks
+
+
+def bias_grad(g: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The sum of `g` (M, N) over its rows, in the bias's dtype."""
+    _, db, _ = act_bias_backward(g, None, _IDENTITY, g.dtype, need_dz=False, db_dtype=dtype)
+    return db
 
 
 def input_grad(dz: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:

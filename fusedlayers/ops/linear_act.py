@@ -36,7 +36,7 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) 
             x_, weight_ = _gemm.cast(plan.dtype, x, weight)
             if needs_grad(x, weight, bias):
                 return _LinearAct.apply(x_, weight_, bias, plan, route)[0]
-            return _forward(x_, weight_, bias, plan, route, keep_z=False)[0]
+            return forward(x_, weight_, bias, plan, route, keep_z=False)[0]
         except KernelError as error:
             _route.failed(OP, error)
     return reference(x, weight, bias, act)
@@ -77,7 +77,7 @@ class _LinearAct(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         need_x, need_weight = ctx.needs_input_grad[:2]
         act = plan.act
-        y, z = _forward(x, weight, bias, plan, route, keep_z=act.keeps == "input")
+        y, z = forward(x, weight, bias, plan, route, keep_z=act.keeps == "input")
         kept = None if act.name == "identity" else y if z is None else z
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None, kept)
         ctx.plan, ctx.x_shape, ctx.weight_stride = plan, x.shape, weight.stride()
@@ -97,22 +97,22 @@ class _LinearAct(torch.autograd.Function):
             return _composite(ctx, g, None)
 
 
-def _forward(
+def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, route: str, keep_z: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`(y, z)`; z only where it is to be kept."""
     act = plan.act
     if route == "triton":
         return _gemm.linear_kernel(x, weight, bias, act, plan.y_dtype, keep_z)
-    if bias is not None and bias.dtype is not plan.dtype:
-        bias = bias.to(plan.dtype)
     if bias is not None and not keep_z and _has_epilogue(act, x):
         y = torch.empty((*x.shape[:-1], plan.N), dtype=x.dtype, device=x.device)
         gelu = act.name == "gelu_tanh"
         # into y, which is then no view, so that a user may edit it in place where eager's may be
-        torch._addmm_activation(bias, _gemm.rows(x), weight.t(), use_gelu=gelu, out=_gemm.rows(y))
+        torch._addmm_activation(bias.to(x.dtype), _gemm.rows(x), weight.t(), use_gelu=gelu, out=_gemm.rows(y))
         return y, None
-    z = F.linear(x, weight, bias).contiguous()
+    z = _gemm.linear(x, weight, bias)
+    if act.name == "identity":
+        return z, None
     return _gemm.activate(z, act, plan.y_dtype), z if keep_z else None
 
 

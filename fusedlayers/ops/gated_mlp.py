@@ -1,0 +1,263 @@
+"""`(act(x @ w_gate.T) * (x @ w_up.T)) @ w_down.T`, keeping gate and up only and recomputing their product."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import activations
+from ..activations import Activation
+from ..kernels import KernelError, load
+from . import _gemm, _route, gated_act
+from ._autograd import needs_grad
+from ._dtypes import compute_dtype
+
+OP = "gated_mlp"
+_IDENTITY = activations.get("identity")
+Weights = tuple[Tensor, Tensor | None, Tensor]
+Biases = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def reference(x: Tensor, weights: Weights, biases: Biases, act: Activation, gate_first: bool = True) -> Tensor:
+    """The torch expression this op stands for; without `w_up`, `w_gate` projects to both halves at once."""
+    (w_gate, w_up, w_down), (b_gate, b_up, b_down) = weights, biases
+    gate = F.linear(x, w_gate, b_gate)
+    if w_up is None:
+        h = gated_act.chunked_reference(gate, act, -1, gate_first)
+    else:
+        h = gated_act.reference(gate, F.linear(x, w_up, b_up), act)
+    return F.linear(h, w_down, b_down)
+
+
+def gated_mlp(x: Tensor, weights: Weights, biases: Biases, act: Activation, gate_first: bool = True) -> Tensor:
+    """See `functional.gated_mlp`."""
+    if not _route.is_compiling():
+        plan = functools.partial(_plan, x, weights, biases, act, gate_first)
+        route, call = _route.pick(OP, (x, *weights, *biases), plan=plan, library=True, auto=auto)
+        if route != "reference":
+            try:
+                return _gated_mlp(x, weights, biases, call, route)
+            except KernelError as error:
+                _route.failed(OP, error)
+    return reference(x, weights, biases, act, gate_first)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Hidden width H of the gate, the dtype of all products, and how the halves lie in a chunked projection."""
+
+    M: int
+    H: int
+    dtype: torch.dtype
+    act: Activation
+    chunked: bool
+    gate_first: bool
+
+    def split(self, gate_up: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Gate and up as matrices of (M, H), from two tensors or the halves of one."""
+        if not self.chunked:
+            return gate_up.view(self.M, self.H), up.view(self.M, self.H)
+        return gated_act.halves(gate_up.view(self.M, 2 * self.H), -1, self.gate_first)
+
+
+def auto(plan: Plan) -> str:
+    """The route where none is forced: the vendor's products, one pass for the gate each way."""
+    return "library"
+
+
+def _gated_mlp(x: Tensor, weights: Weights, biases: Biases, plan: Plan, route: str) -> Tensor:
+    x_, w_gate, w_up, w_down = _gemm.cast(plan.dtype, x, *weights)
+    b_gate, b_up, b_down = biases
+    if needs_grad(x, *weights[:2], b_gate, b_up):
+        return _GatedMlp.apply(x_, w_gate, w_up, w_down, *biases, plan, route)[0]
+    with torch.no_grad():
+        gate = _product(x_, w_gate, b_gate, route)
+        up = None if w_up is None else _product(x_, w_up, b_up, route)
+        h = _gated(gate, up, x.shape, plan)
+        del gate, up
+    if needs_grad(weights[2], b_down):  # nothing before them needs a gradient: autograd keeps h, and only if it must
+        return F.linear(h, weights[2], b_down)
+    return _product(h, w_down, b_down, route)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, route: str) -> Tensor:
+    if route == "triton":
+        return _gemm.linear_kernel(x, weight, bias, _IDENTITY, x.dtype, False)[0]
+    return _gemm.linear(x, weight, bias)
+
+
+def _gated(gate_up: Tensor, up: Tensor | None, x_shape: torch.Size, plan: Plan) -> Tensor:
+    gate, up = plan.split(gate_up, up)
+    h = torch.empty((*x_shape[:-1], plan.H), dtype=plan.dtype, device=gate.device)
+    dtype = plan.dtype
+    if gate.is_contiguous() and up.is_contiguous():
+        run = gated_act.forward_launch(1, h.numel(), h.numel(), h.numel(), dtype, dtype, dtype, plan.act)
+    else:
+        run = gated_act.forward_launch(plan.M, plan.H, gate.stride(0), up.stride(0), dtype, dtype, dtype, plan.act)
+    run(gate, up, h)
+    return h
+
+
+class _GatedMlp(torch.autograd.Function):
+    """Returns `(y, gate, up)`, or `(y, gate and up, None)` of a chunked projection.
+
+    What backward keeps are inputs and outputs, so that higher derivatives flow through them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down: Tensor,
+        b_gate: Tensor | None, b_up: Tensor | None, b_down: Tensor | None, plan: Plan, route: str,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        need_x, need_gate, need_up = ctx.needs_input_grad[:3]
+        gate = _product(x, w_gate, b_gate, route)
+        up = None if w_up is None else _product(x, w_up, b_up, route)
+        ctx.save_for_backward(
+            x if need_gate or need_up else None, w_gate if need_x else None, w_up if need_x else None, w_down, gate, up
+        )
+        ctx.plan, ctx.x_shape = plan, x.shape
+        ctx.strides = tuple(None if w is None else w.stride() for w in (w_gate, w_up, w_down))
+        ctx.bias_dtypes = tuple(None if b is None else b.dtype for b in (b_gate, b_up, b_down))
+        return _product(_gated(gate, up, x.shape, plan), w_down, b_down, route), gate, up
+
+    @staticmethod
+    def backward(
+        ctx: Any, g: Tensor | None, g_gate: Tensor | None, g_up: Tensor | None
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        if torch.is_grad_enabled() or g_gate is not None or g_up is not None:
+            return _composite(ctx, g, g_gate, g_up)
+        if g is None:
+            return (None,) * 9
+        try:
+            return _backward(ctx, g)
+        except KernelError as error:
+            _route.failed(OP, error)
+            return _composite(ctx, g, None, None)
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    x, w_gate, w_up, w_down, kept_gate, kept_up = ctx.saved_tensors
+    plan, needs = ctx.plan, ctx.needs_input_grad
+    need_down, need_b_down = needs[3], needs[6]
+    g = _gemm.rows(g)
+    dh = torch.mm(g, w_down)
+    dgate, dup, both, sums, h = _gate_pass(plan, dh, plan.split(kept_gate, kept_up), needs)
+    dw_down = _gemm.weight_grad(g, h, ctx.strides[2]) if need_down else None
+    del h, dh
+    db_down = _gemm.bias_grad(g, ctx.bias_dtypes[2]) if need_b_down else None
+    need_x, need_gate, need_up = needs[:3]
+    x = None if x is None else _gemm.rows(x)
+    dx = dw_gate = dw_up = db_gate = db_up = None
+    if plan.chunked:
+        dx = torch.mm(both, w_gate) if need_x else None
+        dw_gate = _gemm.weight_grad(both, x, ctx.strides[0]) if need_gate else None
+        if needs[4]:
+            db_gate = both.new_empty(2 * plan.H, dtype=ctx.bias_dtypes[0])
+            load("reduce").finish(sums, *gated_act.halves(db_gate, -1, plan.gate_first))
+    else:
+        if need_x:
+            dx = torch.mm(dgate, w_gate)
+            torch.addmm(dx, dup, w_up, out=dx)
+        dw_gate = _gemm.weight_grad(dgate, x, ctx.strides[0]) if need_gate else None
+        dw_up = _gemm.weight_grad(dup, x, ctx.strides[1]) if need_up else None
+        if sums is not None:
+            db_gate, db_up = (
+                g.new_empty(plan.H, dtype=dtype) if need else None
+                for need, dtype in zip(needs[4:6], ctx.bias_dtypes, strict=False)
+            )
+            load("reduce").finish(sums, db_gate, db_up)
+    dx = None if dx is None else dx.view(ctx.x_shape)
+    return dx, dw_gate, dw_up, dw_down, db_gate, db_up, db_down, None, None
+
+
+def _gate_pass(
+    plan: Plan, dh: Tensor, kept: tuple[Tensor, Tensor], needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """`(dgate, dup, both in one tensor, partial sums, h)` in one pass over dh, gate and up; `None` where not needed."""
+    need_x, need_gate, need_up, need_down, need_b_gate, need_b_up = needs[:6]
+    gate, up = kept
+    dgate = dup = both = sums = None
+    if plan.chunked:
+        both = torch.empty((plan.M, 2 * plan.H), dtype=plan.dtype, device=dh.device)
+        dgate, dup = gated_act.halves(both, -1, plan.gate_first)
+    else:
+        if need_x or need_gate or need_b_gate:  # dh is nobody else's, so dgate may take its place
+            dgate = dh if _gemm.may_overwrite(dh) else torch.empty_like(dh)
+        dup = torch.empty_like(dh) if need_x or need_up or need_b_up else None
+    h = torch.empty_like(dh) if need_down else None
+    tensors = (dh, gate, up, dgate, dup, h)
+    dtypes = tuple(None if t is None else t.dtype for t in tensors)
+    strides = (gate.stride(0), up.stride(0), *(plan.H if t is None else t.stride(0) for t in (dgate, dup)))
+    need_sums = need_b_gate or need_b_up
+    ct = compute_dtype(plan.dtype)
+    run, blocks = gated_act.backward_launch(plan.M, plan.H, strides, dtypes, ct, plan.act, need_sums)
+    if need_sums:
+        sums = torch.empty((2, blocks, plan.H), dtype=ct, device=dh.device)
+    run(*tensors, sums)
+    return dgate, dup, both, sums, h
+
+
+def _composite(
+    ctx: Any, g: Tensor | None, g_gate: Tensor | None, g_up: Tensor | None
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The same gradients in torch ops, for higher derivatives."""
+    x, w_gate, w_up, w_down, kept_gate, kept_up = ctx.saved_tensors
+    plan, act, needs = ctx.plan, ctx.plan.act, ctx.needs_input_grad
+    grads: list[Tensor | None] = [None] * 9
+    dgate = dup = None
+    if g is not None:
+        gate, up = plan.split(kept_gate, kept_up)
+        g = _gemm.rows(g)
+        active = act(gate).to(plan.dtype)
+        dgate, dup = gated_act.composite(torch.mm(g, w_down), gate, up, act, (True, True), (plan.dtype, plan.dtype))
+        grads[3] = _gemm.weight_grad(g, active * up) if needs[3] else None
+        grads[6] = g.sum(0).to(ctx.bias_dtypes[2]) if needs[6] else None
+    if plan.chunked:
+        both = None if g is None else torch.cat((dgate, dup) if plan.gate_first else (dup, dgate), -1)
+        pairs = [(both, g_gate, w_gate, 0)]
+    else:
+        pairs = [(dgate, g_gate, w_gate, 0), (dup, g_up, w_up, 1)]
+    for dz, direct, weight, i in pairs:
+        if direct is not None:
+            dz = _gemm.rows(direct) if dz is None else dz + _gemm.rows(direct)
+        if dz is None:
+            continue
+        if needs[0]:
+            dx = _gemm.input_grad(dz, weight, ctx.x_shape)
+            grads[0] = dx if grads[0] is None else grads[0] + dx
+        grads[1 + i] = _gemm.weight_grad(dz, _gemm.rows(x)) if needs[1 + i] else None
+        grads[4 + i] = dz.sum(0).to(ctx.bias_dtypes[i]) if needs[4 + i] else None
+    return tuple(grads)
+
+
+def _plan(x: Tensor, weights: Weights, biases: Biases, act: Activation, gate_first: bool) -> Plan | str:
+    dtype = _gemm.gemm_dtype(x, *weights, *biases)
+    if dtype is None:
+        return "the dtypes differ"
+    shapes = tuple(None if t is None else t.shape for t in (*weights, *biases))
+    return _cached_plan(x.shape, shapes, dtype, act, gate_first)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_plan(x: Any, shapes: Any, dtype: torch.dtype, act: Activation, gate_first: bool) -> Plan | str:
+    if not load("activations").supports(act):
+        return f"{act.name} has no kernel"
+    w_gate, w_up, w_down, b_gate, b_up, b_down = shapes
+    chunked = w_up is None
+    found = _gemm.linear_shape(x, w_gate, b_gate)
+    if isinstance(found, str):
+        return found
+    M, width, _ = found
+    if chunked and (width % 2 or b_up is not None):
+        return "a chunked projection has an even width and one bias"
+    H = width // 2 if chunked else width
+    if not chunked and (w_up != w_gate or isinstance(_gemm.linear_shape(x, w_up, b_up), str)):
+        return "gate and up differ in size"
+    down = _gemm.linear_shape((*x[:-1], H), w_down, b_down)
+    return down if isinstance(down, str) else Plan(M, H, dtype, act, chunked, gate_first)

@@ -1,0 +1,3 @@
+"""`tests/nn/test_mlp.py` again, on a device."""
+
+from tests.nn.test_mlp import *  # noqa: F403
