@@ -18,6 +18,11 @@ def needs_grad(*tensors: Any) -> bool:
     return False
 
 
+def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without the Python around it, which serves functorch: `_route.pick` has ruled that out."""
+    return super(torch.autograd.Function, function).apply
+
+
 def composite_backward(
     reference: Callable[..., Any], inputs: Sequence[Any], needs: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:

@@ -18,6 +18,8 @@ from . import _table
 
 _PLAIN = (Tensor, nn.Parameter)
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_STRIDED = torch.strided
+_INTERPRETED = kernels.interpreted()
 is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._get_tracing_state
 _functorch_active = torch._C._are_functorch_transforms_active
@@ -48,7 +50,7 @@ def intercepted() -> str | None:
 
 def obstacle(tensors: Sequence[Tensor | None]) -> str | None:
     """Why these tensors cannot go to a kernel; `None` when they can."""
-    device = None
+    first = at = None
     for t in tensors:
         if t is None:
             continue
@@ -56,19 +58,21 @@ def obstacle(tensors: Sequence[Tensor | None]) -> str | None:
             return f"{type(t).__name__} is a tensor subclass"
         if t.dtype not in _FLOATS:
             return f"{t.dtype} is not a float dtype the kernels take"
-        if t.layout != torch.strided or t.is_neg() or t.is_conj():
+        if t.layout is not _STRIDED or t.is_neg():
             return f"layout {t.layout} is not dense"
-        if device is None:
-            device = t.device
-        elif t.device != device:
-            return f"tensors lie on {device} and {t.device}"
-    if device is None:
+        if first is None:
+            first, at = t, t.get_device()
+        elif t.get_device() != at:
+            return f"tensors lie on {first.device} and {t.device}"
+    if first is None:
         return "no tensor"
-    if device.type == "cpu":
-        return None if kernels.interpreted() else "the tensors lie on the CPU"
-    if device.type != "cuda":
-        return f"no kernels for {device.type}"
-    return "kernels are interpreted, on the CPU" if kernels.interpreted() else None
+    if first.is_cuda:
+        return "kernels are interpreted, on the CPU" if _INTERPRETED else None
+    if not first.is_cpu:
+        return f"no kernels for {first.device.type}"
+    if not _INTERPRETED:
+        return "the tensors lie on the CPU"
+    return None if all(t is None or t.is_cpu for t in tensors) else "not all tensors lie on the CPU"
 
 
 def pick(

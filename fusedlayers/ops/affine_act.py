@@ -11,7 +11,7 @@ from torch import Tensor
 from ..activations import Activation
 from ..kernels import KernelError, cdiv, load, next_power_of_2
 from . import _route
-from ._autograd import needs_grad
+from ._autograd import direct, needs_grad
 from ._dtypes import activated, compute_dtype, promoted, triton_dtype
 from ._layout import Coefficients, coefficients, with_strides
 
@@ -41,7 +41,7 @@ def affine_act(
         if route == "triton":
             try:
                 if needs_grad(*tensors):
-                    return _AffineAct.apply(x, scale_, shift_, residual, call)[0]
+                    return _apply(x, scale_, shift_, residual, call)[0]
                 return call.forward(x, scale_, shift_, residual)[1]
             except KernelError as error:
                 _route.failed(OP, error)
@@ -86,6 +86,9 @@ class _AffineAct(torch.autograd.Function):
             return call.composite(*saved, ctx.mask, needs, g, None, None)
 
 
+_apply = direct(_AffineAct)
+
+
 class _Call:
     """Everything about one kind of call that its tensors' values do not change, worked out once."""
 
@@ -94,6 +97,8 @@ class _Call:
         self.x_dtype, self.residual_dtype, *self.coef_dtypes, self.z_dtype = dtypes
         self.coef_shapes, self.values = numbers
         self.dtype = compute_dtype(self.z_dtype)
+        # whether a coefficient's gradient is summed in its own shape; else it still has to shrink
+        self.is_whole = [s is not None and s.numel() == plan.count and plan.in_order for s in self.coef_shapes]
         self._launches: dict[Any, Any] = {}
 
     def forward(
@@ -209,17 +214,14 @@ class _Call:
         return dx, *grads, dres, None
 
     def _sum_buffer(self, i: int, coef: Tensor) -> Tensor:
-        """Where coefficient i's gradient is summed: in its own shape, unless it still has to shrink."""
-        shape = self.coef_shapes[i]
-        if self._is_whole(i):
-            return torch.empty(shape, dtype=self.coef_dtypes[i], device=coef.device)
-        return torch.empty(self.plan.count, dtype=coef.dtype, device=coef.device)
-
-    def _is_whole(self, i: int) -> bool:
-        return self.coef_shapes[i].numel() == self.plan.count and self.plan.in_order
+        """Where coefficient i's gradient is summed."""
+        if not self.is_whole[i]:
+            return coef.new_empty(self.plan.count)
+        shape, dtype = self.coef_shapes[i], self.coef_dtypes[i]
+        return coef.new_empty(shape) if dtype is self.dtype else coef.new_empty(shape, dtype=dtype)
 
     def _shaped(self, i: int, flat: Tensor) -> Tensor:
-        return flat if self._is_whole(i) else self._reduced(i, self.plan.view(flat)).to(self.coef_dtypes[i])
+        return flat if self.is_whole[i] else self._reduced(i, self.plan.view(flat)).to(self.coef_dtypes[i])
 
     def _reduced(self, i: int, full: Tensor) -> Tensor:
         """Sums the broadcast coefficients down to the shape coefficient i came in."""
