@@ -28,7 +28,7 @@ BENCH = [*PYTHON, "-m", "fusedlayers.bench"]
 def commands(out: Path) -> dict[str, list[str]]:
     """Each part's command; `{left}` stands for the seconds it may take."""
     scripts = {
-        name: [*PYTHON, f"benchmarks/{script}.py", "--json", str(out / f"{name}.json")]
+        name: [*PYTHON, f"benchmarks/{script}.py", str(out / f"{name}.json")]
         for name, script in (("batch-norm", "batch_norm_sites"), ("norms", "row_norms"), ("residual", "residual_ops"))
     }
 
