@@ -1,0 +1,84 @@
+"""Batch norm with an optional residual and its activation: `nn.BatchNorm*d`'s parameters, buffers and state dict."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .. import activations
+from .. import functional as FF
+
+
+class _FusedBatchNormAct(_BatchNorm):
+    """`act(batch_norm(x) + residual)`; parameters, buffers, initialisation and checkpoints are torch's.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats, device, dtype: as in `nn.BatchNorm*d`.
+        activation: a name, an `Activation` or a torch activation module.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: FF.ActivationLike = "relu",
+    ) -> None:
+        known = activations.get(activation)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.activation = known
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        self._check_input_dim(input)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # a cumulative average
+                momentum = 1.0 / float(self.num_batches_tracked)
+        tracked = not self.training or self.track_running_stats
+        return FF.batch_norm_act(
+            input,
+            self.running_mean if tracked else None,
+            self.running_var if tracked else None,
+            self.weight,
+            self.bias,
+            self.training or (self.running_mean is None and self.running_var is None),
+            momentum,
+            self.eps,
+            self.activation,
+            residual,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation}"
+
+
+class FusedBatchNormAct1d(_FusedBatchNormAct, nn.BatchNorm1d):
+    """`act(batch_norm(x) + residual)` over `(N, C)` or `(N, C, L)`; else as `nn.BatchNorm1d`.
+
+    >>> FusedBatchNormAct1d(3, activation="silu")(torch.zeros(2, 3)).shape
+    torch.Size([2, 3])
+    """
+
+
+class FusedBatchNormAct2d(_FusedBatchNormAct, nn.BatchNorm2d):
+    """`act(batch_norm(x) + residual)` over `(N, C, H, W)`; else as `nn.BatchNorm2d`.
+
+    >>> x = torch.zeros(2, 3, 4, 4)
+    >>> FusedBatchNormAct2d(3)(x, residual=x).shape
+    torch.Size([2, 3, 4, 4])
+    """
+
+
+class FusedBatchNormAct3d(_FusedBatchNormAct, nn.BatchNorm3d):
+    """`act(batch_norm(x) + residual)` over `(N, C, D, H, W)`; else as `nn.BatchNorm3d`.
+
+    >>> FusedBatchNormAct3d(3)(torch.zeros(2, 3, 2, 4, 4)).shape
+    torch.Size([2, 3, 2, 4, 4])
+    """

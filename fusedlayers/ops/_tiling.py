@@ -1,0 +1,137 @@
+"""How a batch norm is cut into chunks, tiles and blocks: a pure function of sizes, with the reasons."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from ..kernels import cdiv, next_power_of_2
+
+SAVED, MERGED, OWN, RUNNING = 0, 1, 2, 3  # the kernels' SOURCE: where the second pass has its coefficients from
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Loops over `x` as `(M, C, S)` in memory, S = 1 unless `row`.
+
+    Attributes:
+        align: the largest power of two up to 16 that divides S.
+        channels: adjacent channels of a block (1 where `row`), `groups` of them.
+        chunk: rows and columns of a chunk; `chunks` of them a channel group. One: a block owns its channels.
+        sum_tile: rows, columns, and tiles in flight of the summing pass.
+        apply_tile: rows, columns of the second pass; a block takes `span` tiles of a chunk, `parts` blocks share one.
+        merge: rows of partial sums that every block of the second pass combines; 0: a kernel of its own does.
+        combine_tile: rows (all chunks) and channels of that kernel.
+    """
+
+    row: bool
+    M: int
+    C: int
+    S: int
+    align: int
+    channels: int
+    groups: int
+    chunk: tuple[int, int]
+    chunks: int
+    sum_tile: tuple[int, int, int]
+    sum_warps: int
+    apply_tile: tuple[int, int]
+    apply_warps: int
+    apply_stages: int
+    span: int
+    parts: int
+    merge: int
+    combine_tile: tuple[int, int]
+
+    @property
+    def source(self) -> int:
+        return OWN if self.chunks == 1 else MERGED if self.merge else SAVED
+
+    @property
+    def loops(self) -> tuple[int, ...]:
+        return self.M, self.C, self.S // self.align, *self.chunk, self.chunks
+
+    @property
+    def sum_grid(self) -> tuple[int]:
+        return (self.chunks * self.groups,)
+
+    @property
+    def apply_grid(self) -> tuple[int]:
+        return (self.chunks * self.groups * self.parts,)
+
+    @property
+    def combine_grid(self) -> tuple[int]:
+        return (cdiv(self.C, self.combine_tile[1]),)
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What is worth varying on a new device."""
+
+    channels: int = 64  # 128 bytes of bfloat16: a full cache line a row
+    sum_elements: int = 4096
+    sum_unroll: int = 4
+    sum_warps: int = 8
+    sum_blocks: int = 2  # a multiprocessor
+    merge_limit: int = 4608  # partial sums a block of the second pass may have to combine, each of both
+    merged_bytes: int = 16384  # tile of a second pass that combines first: one long wave of blocks
+    merged_warps: int = 8
+    merged_stages: int = 1
+    merged_span: int = 0  # 0: all tiles of a chunk
+    saved_bytes: int = 8192  # tile of a second pass that need not: many short blocks
+    saved_warps: int = 4
+    saved_stages: int = 1
+    saved_span: int = 2
+
+
+FORWARD = Knobs()
+BACKWARD = Knobs(sum_unroll=2, merged_bytes=8192)
+
+
+@functools.lru_cache(maxsize=4096)
+def tiling(row: bool, M: int, C: int, S: int, itemsize: int, processors: int, backward: bool) -> Tiling:
+    """The tiles of a forward or backward pass."""
+    knobs = BACKWARD if backward else FORWARD
+    return _tiling(knobs, row, M, C, S, itemsize, processors)
+
+
+def _tiling(knobs: Knobs, row: bool, M: int, C: int, S: int, itemsize: int, processors: int) -> Tiling:
+    channels = 1 if row else min(next_power_of_2(C), knobs.channels)
+    groups = cdiv(C, channels)
+    wide = min(next_power_of_2(S), 1024) if row else channels
+    align = 1
+    while row and align < 16 and S % (2 * align) == 0:
+        align *= 2
+
+    def tile(elements: int) -> tuple[int, int]:
+        return max(1, min(next_power_of_2(M), elements // wide)), wide
+
+    # Summing: one wave of equally long blocks, each long enough to be worth its own row of partial sums
+    tall, _ = tile(knobs.sum_elements)
+    wanted = max(1, processors * knobs.sum_blocks // groups)
+    rows_long = knobs.sum_unroll * tall if S == 1 else tall
+    down = max(1, min(wanted, cdiv(M, rows_long)))
+    rows = cdiv(cdiv(M, down), tall) * tall
+    down = cdiv(M, rows)
+    across = max(1, min(wanted // down, cdiv(S, 4 * wide))) if row else 1
+    cols = cdiv(cdiv(S, across), max(wide, 16)) * max(wide, 16) if row else 1
+    across = cdiv(S, cols)
+    chunks = down * across
+
+    merged = chunks * channels <= knobs.merge_limit
+    merge = next_power_of_2(max(chunks, 16)) if merged else 0
+    size, warps, stages, span = (
+        (knobs.merged_bytes, knobs.merged_warps, knobs.merged_stages, 0 if chunks == 1 else knobs.merged_span)
+        if merged
+        else (knobs.saved_bytes, knobs.saved_warps, knobs.saved_stages, knobs.saved_span)
+    )
+    apply_tile = tile(size // itemsize)
+    tiles = cdiv(rows, apply_tile[0]) * cdiv(min(cols, S), wide)
+    span = span or tiles
+    KP = next_power_of_2(chunks)
+    return Tiling(
+        row, M, C, S, align, channels, groups, (rows, cols), chunks,
+        (tall, wide, knobs.sum_unroll), knobs.sum_warps,
+        apply_tile, warps, stages, span, cdiv(tiles, span),
+        merge, (KP, max(1, min(next_power_of_2(C), 8192 // KP, 16))),
+    )  # fmt: skip

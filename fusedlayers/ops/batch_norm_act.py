@@ -1,0 +1,321 @@
+"""`act(batch_norm(x) [+ residual])`, training and evaluation, running statistics as torch keeps them."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..activations import Activation
+from ..kernels import KernelError, load
+from . import _route
+from ._autograd import needs_grad
+from ._dtypes import activated, compute_dtype, promoted, triton_dtype
+from ._layout import Coefficients, coefficients, with_strides
+from ._tiling import MERGED as _MERGED
+from ._tiling import OWN as _OWN
+from ._tiling import RUNNING as _RUNNING
+from ._tiling import SAVED as _SAVED
+from ._tiling import Tiling, tiling
+
+OP = "batch_norm_act"
+_NOTHING, _RECOMPUTE, _KEPT = 0, 1, 2  # the kernels' MASK
+
+
+def reference(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, momentum: float, eps: float, act: Activation, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The torch expression this op stands for."""
+    z = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    return act(z if residual is None else z + residual)
+
+
+def batch_norm_act(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, momentum: float, eps: float, act: Activation, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See `functional.batch_norm_act`."""
+    args = (x, running_mean, running_var, weight, bias, training, momentum, eps, act, residual)
+    if not _route.is_compiling():
+        tensors = (x, weight, bias, residual, running_mean, running_var)
+        route, call = _route.pick(OP, tensors, plan=lambda: _prepare(*args))
+        if route == "triton":
+            try:
+                if needs_grad(*tensors):
+                    return _BatchNormAct.apply(*tensors, momentum, call)[0]
+                return call.forward(*tensors, momentum)[0]
+            except KernelError as error:
+                _route.failed(OP, error)
+    return reference(*args)
+
+
+class _BatchNormAct(torch.autograd.Function):
+    """Returns `(y, z, stats)`: what backward keeps are outputs, so that higher derivatives flow through them.
+
+    Kept, as eager does: x, weight and the statistics; without a residual the pre-activation is recomputed from them,
+    with one the output (ReLU, sigmoid, tanh) or the pre-activation z is kept. The running statistics are saved only
+    so that a later edit of them raises, as eager's does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+        running_mean: Tensor | None, running_var: Tensor | None, momentum: float, call: _Call,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        y, z, stats = call.forward(x, weight, bias, residual, running_mean, running_var, momentum, keep=True)
+        kept = None if call.mask != _KEPT else y if z is None else z
+        ctx.save_for_backward(x, weight, stats, kept, running_mean, running_var)
+        ctx.call = call
+        return y, z, stats
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, g_z: Tensor | None, g_stats: Tensor | None) -> tuple[Tensor | None, ...]:
+        (*saved, _, _), call, needs = ctx.saved_tensors, ctx.call, ctx.needs_input_grad[:4]
+        if torch.is_grad_enabled() or g_z is not None or g_stats is not None:
+            return call.composite(*saved, needs, g, g_z, g_stats)
+        if g is None:
+            return (None,) * 8
+        try:
+            return call.backward(*saved, needs, g)
+        except KernelError as error:
+            _route.failed(OP, error)
+            return call.composite(*saved, needs, g, None, None)
+
+
+class _Call:
+    """Everything about one kind of call that its tensors' values do not change, worked out once."""
+
+    def __init__(
+        self, plan: Coefficients, act: Activation, training: bool, eps: float, track: bool, dtypes: tuple,
+        y_dtype: torch.dtype, tilings: tuple[Tiling, Tiling],
+    ) -> None:  # fmt: skip
+        self.plan, self.act, self.training, self.eps, self.track = plan, act, training, eps, track
+        self.x_dtype, self.weight_dtype, self.bias_dtype, self.residual_dtype, self.z_dtype = dtypes
+        self.y_dtype, (self.forward_tiling, self.backward_tiling) = y_dtype, tilings
+        self.dtype = compute_dtype(self.z_dtype)
+        if act.name == "identity":
+            self.mask = _NOTHING
+        else:
+            self.mask = _RECOMPUTE if self.residual_dtype is None else _KEPT
+        self.keeps_z = self.mask == _KEPT and act.keeps == "input"
+        self._launches: dict[Any, Any] = {}
+
+    def forward(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+        running_mean: Tensor | None, running_var: Tensor | None, momentum: float, keep: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """Returns `(y, z, stats)`; y and z have x's dense strides, z and stats are `None` where not kept."""
+        shape, stride = x.shape, self.plan.x_stride
+        x = with_strides(x, shape, stride)
+        if residual is not None:
+            residual = with_strides(residual, shape, stride)
+        weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
+        y = torch.empty_like(x) if self.y_dtype is x.dtype else torch.empty_like(x, dtype=self.y_dtype)
+        z = torch.empty_like(x, dtype=self.z_dtype) if keep and self.keeps_z else None
+        sums, combine, apply = self._launches.get(keep) or self._prepare_forward(keep)
+        t = self.forward_tiling
+        stats = x.new_empty((3, t.C), dtype=self.dtype) if keep or combine is not None else None
+        partial = None if sums is None else x.new_empty((2, t.chunks, t.C), dtype=self.dtype)
+        halves = _halves(momentum) if self.track else (0.0, 0.0)
+        if sums is not None:
+            sums(x, partial)
+        if combine is not None:
+            combine(partial, bias, running_mean, running_var, stats, numbers=halves)
+        apply(x, residual, weight, bias, running_mean, running_var, partial, stats, y, z, numbers=halves)
+        return y, z, stats
+
+    def _prepare_forward(self, keep: bool) -> tuple[Any, Any, Any]:
+        kernel, device_act, Launch = load("batch_norm"), load("activations"), load("launch").Launch
+        t, ct, bias = self.forward_tiling, triton_dtype(self.dtype), self.bias_dtype is not None
+        source = t.source if self.training else _RUNNING
+        layout = (t.align, t.row, t.channels)
+        sums = combine = None
+        if source in (_SAVED, _MERGED):
+            sums = Launch(kernel.forward_sums, t.sum_grid, (*t.loops, ct, *layout, *t.sum_tile), t.sum_warps)
+        if source == _SAVED:
+            rest = (t.M, t.C, t.S, *t.chunk, t.chunks, ct, self.eps, bias, self.track, *t.combine_tile)
+            combine = Launch(kernel.forward_combine, t.combine_grid, rest)
+        flags = (self.weight_dtype is not None, bias, self.residual_dtype is not None)
+        flags += (self.track and combine is None, keep and self.keeps_z, keep and combine is None)
+        rest = (*t.loops, t.span, ct, device_act.value(self.act), *device_act.constants(self.act), self.eps, source)
+        rest += (*flags, *layout, t.merge, *t.apply_tile, t.apply_stages, *t.sum_tile)
+        apply = Launch(kernel.forward_apply, t.apply_grid, rest, t.apply_warps)
+        self._launches[keep] = prepared = (sums, combine, apply)
+        return prepared
+
+    def backward(
+        self, x: Tensor, weight: Tensor | None, stats: Tensor, kept: Tensor | None, needs: tuple, g: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        need_dx, need_dweight, need_dbias, need_dres = needs
+        shape, stride, t = x.shape, self.plan.x_stride, self.backward_tiling
+        g, x = with_strides(g, shape, stride), with_strides(x, shape, stride)
+        weight = None if weight is None else weight.contiguous()
+        dx = torch.empty_like(x) if need_dx else None
+        dweight = stats.new_empty(t.C, dtype=self.weight_dtype) if need_dweight else None
+        dbias = stats.new_empty(t.C, dtype=self.bias_dtype) if need_dbias else None
+        dres = written = None
+        if need_dres:
+            if self.mask == _NOTHING:
+                dres = g.to(self.residual_dtype)
+            else:
+                dres = written = torch.empty_like(g, dtype=self.residual_dtype)
+        sums, combine, apply = self._launches.get(needs) or self._prepare_backward(needs)
+        partial = None if sums is None else stats.new_empty((2, t.chunks, t.C))
+        total = None if combine is None or apply is None else stats.new_empty((2, t.C))
+        if sums is not None:
+            sums(g, x, kept, weight, stats, written, None if apply else dx, partial)
+        if combine is not None:
+            combine(partial, stats, total, dweight, dbias)
+        if apply is not None:
+            if sums is not None and self._rereads_dz(need_dres):
+                g = written
+            apply(g, x, kept, weight, stats, partial if total is None else total, dx, written, dweight, dbias)
+        return dx, dweight, dbias, dres, None, None, None, None
+
+    def _rereads_dz(self, need_dres: bool) -> bool:
+        """Whether the second pass reads the masked gradient the first one wrote: unless that rounded it."""
+        return need_dres and self.mask != _NOTHING and self.residual_dtype in (self.y_dtype, self.dtype)
+
+    def _prepare_backward(self, needs: tuple) -> tuple[Any, Any, Any]:
+        kernel, device_act, Launch = load("batch_norm"), load("activations"), load("launch").Launch
+        need_dx, need_dweight, need_dbias, need_dres = needs
+        t, act, mask = self.backward_tiling, self.act, self.mask
+        layout, weight = (t.align, t.row, t.channels), self.weight_dtype is not None
+        flags = (triton_dtype(self.dtype), device_act.value(act), device_act.gradient(act), act.keeps == "output")
+        flags += device_act.constants(act)
+        two_passes, writes = need_dx and self.training, need_dres and mask != _NOTHING
+        source = t.source if two_passes else _SAVED
+        sums = combine = apply = None
+        if source != _OWN:
+            rest = (*t.loops, *flags, mask, weight, writes, need_dx and not two_passes, *layout, *t.sum_tile)
+            sums = Launch(kernel.backward_sums, t.sum_grid, rest, t.sum_warps)
+        if source == _SAVED and (two_passes or need_dweight or need_dbias):
+            rest = (t.C, t.chunks, two_passes, need_dweight, need_dbias, *t.combine_tile)
+            combine = Launch(kernel.backward_combine, t.combine_grid, rest)
+        if two_passes:
+            if sums is not None:
+                writes, mask = False, _NOTHING if self._rereads_dz(need_dres) else mask
+            rest = (*t.loops, t.span, *flags, mask, source, weight, writes)
+            rest += (need_dweight and combine is None, need_dbias and combine is None)
+            rest += (*layout, t.merge, *t.apply_tile, t.apply_stages, *t.sum_tile)
+            apply = Launch(kernel.backward_apply, t.apply_grid, rest, t.apply_warps)
+        self._launches[needs] = prepared = (sums, combine, apply)
+        return prepared
+
+    def composite(
+        self, x: Tensor, weight: Tensor | None, stats: Tensor, kept: Tensor | None, needs: tuple,
+        g: Tensor | None, g_z: Tensor | None, g_stats: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """The same gradients in torch ops, for higher derivatives."""
+        act, ct = self.act, self.dtype
+        need_dx, need_dweight, need_dbias, need_dres = needs
+        dims = [d for d in range(x.dim()) if d != 1]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        wide = x.to(ct)
+        if self.training:
+            centred = wide - wide.mean(dims, keepdim=True)
+            inv = (centred.square().mean(dims, keepdim=True) + self.eps).rsqrt()
+        else:
+            centred, inv = wide - stats[0].detach().view(shape), stats[1].detach().view(shape)
+        normed = centred * inv
+        scaled = normed if weight is None else normed * weight.to(ct).view(shape)
+        dz = None
+        if g is not None:
+            dz = g = g.to(ct)
+            if self.mask != _NOTHING:
+                if self.mask == _RECOMPUTE:
+                    kept = scaled + stats[2].view(shape)
+                    kept = act(kept) if act.keeps == "output" else kept
+                dz = act.backward(g, kept.to(ct))
+        if g_z is not None:
+            dz = g_z.to(ct) if dz is None else dz + g_z.to(ct)
+        dx = dweight = dbias = dres = None
+        if dz is not None:
+            if need_dx:
+                dn = dz if weight is None else dz * weight.to(ct).view(shape)
+                if self.training:
+                    dn = dn - dn.mean(dims, keepdim=True) - normed * (dn * normed).mean(dims, keepdim=True)
+                dx = (dn * inv).to(x.dtype)
+            dweight = (dz * normed).sum(dims).to(self.weight_dtype) if need_dweight else None
+            dbias = dz.sum(dims) if need_dbias else None
+            dres = dz.to(self.residual_dtype) if need_dres else None
+        if need_dbias and g_stats is not None:
+            dbias = g_stats[2] if dbias is None else dbias + g_stats[2]
+        return dx, dweight, None if dbias is None else dbias.to(self.bias_dtype), dres, None, None, None, None
+
+
+def _prepare(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, momentum: Any, eps: Any, act: Activation, residual: Tensor | None,
+) -> _Call | str:  # fmt: skip
+    """The prepared call, or why the kernels cannot take these arguments: torch then raises its own errors."""
+    if residual is not None and residual.shape != x.shape:
+        return "residual broadcasts"
+    if running_mean is not None:
+        if running_mean.requires_grad or (running_var is not None and running_var.requires_grad):
+            return "running statistics require a gradient"
+        if training and not isinstance(momentum, (int, float)):
+            return "momentum is not a number"
+    vectors = tuple(None if t is None else (t.dtype, t.shape) for t in (weight, bias, running_mean, running_var))
+    if running_mean is not None and running_var is not None:
+        if not (running_mean.is_contiguous() and running_var.is_contiguous()):
+            return "running statistics are strided"
+    fp32 = act.spec.autocast_fp32 and torch.is_autocast_enabled(x.device.type)
+    return _cached_call(
+        act, bool(training), eps, x.shape, x.stride(), x.dtype, None if residual is None else residual.dtype,
+        vectors, fp32 and x.device.type, x.device,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_call(
+    act: Activation, training: bool, eps: float, shape: Any, stride: Any, dtype: torch.dtype,
+    residual_dtype: torch.dtype | None, vectors: tuple, autocast_device: str | None, device: torch.device,
+) -> _Call | str:  # fmt: skip
+    if len(shape) < 2:
+        return "x has no channel dim"
+    if 0 in shape:
+        return "the batch is empty"
+    C, count = shape[1], shape.numel()
+    if training and count == C:
+        return "one value per channel"
+    if any(v is not None and v[1] != (C,) for v in vectors):
+        return "a parameter or statistic is not one value per channel"
+    present = {v[0] for v in vectors if v is not None}
+    if len(present) > 1 or not present <= {dtype, compute_dtype(dtype)}:
+        return "parameters and statistics mix dtypes"
+    weight, bias, mean, var = vectors
+    if (mean is None) != (var is None) or (mean is None and not training):
+        return "running statistics are missing"
+    if not load("activations").supports(act):
+        return f"{act.name} has no kernel"
+    plan = coefficients(tuple(shape), tuple(stride), ((1, C) + (1,) * (len(shape) - 2), (0, 1) + (0,) * len(shape[2:])))
+    if plan is None:
+        return "the channel dim lies in several pieces"
+    a, b, c = plan.sizes
+    row = plan.family == "row"
+    sizes = (a // c, c, b) if row else (b, c, 1)
+    z_dtype = dtype if residual_dtype is None else promoted((dtype, len(shape)), (residual_dtype, len(shape)))
+    dtypes = (dtype, weight and weight[0], bias and bias[0], residual_dtype, z_dtype)
+    y_dtype = activated(act, z_dtype, autocast_device) if autocast_device else z_dtype
+    tilings = tuple(tiling(row, *sizes, dtype.itemsize, _processors(device), backward) for backward in (False, True))
+    return _Call(plan, act, training, eps, training and mean is not None, dtypes, y_dtype, tilings)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; the interpreter plays an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@functools.lru_cache(maxsize=64)
+def _halves(momentum: float) -> tuple[float, float]:
+    """A double as the sum of two float32: Triton takes Python floats as float32."""
+    high = struct.unpack("f", struct.pack("f", momentum))[0]
+    return high, momentum - high

@@ -1,0 +1,321 @@
+"""`batch_norm_act` against eager under the accuracy rule: layouts, dtypes, statistics, gradients, residual."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusedlayers as fl
+from fusedlayers.activations import get
+from fusedlayers.functional import batch_norm_act
+from fusedlayers.ops import _tiling
+from tests.harness import FLOATS, LAYOUTS, assert_accurate, compare, laid_out, randn
+
+pytestmark = pytest.mark.usefixtures("forced")
+
+# One chunk and several, ragged, 1d to 3d; the channels_last ones end in a memory format
+SHAPES = [(9, 70), (3, 4, 10), (4, 5, 6, 7), (2, 3, 3, 4, 2), (2, 1, 5, 5), (7, 5, 33, 17), (1, 6, 4, 4)]
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def eager(act, training=True, eps=1e-5):
+    def fn(x, weight, bias, residual=None, mean=None, var=None):
+        mean, var = (None if t is None else t.to(x.dtype) for t in (mean, var))
+        z = F.batch_norm(x, mean, var, weight, bias, training, 0.1, eps)
+        return get(act)(z if residual is None else z + residual)
+
+    return fn
+
+
+def fused(act, training=True, eps=1e-5):
+    def fn(x, weight, bias, residual=None, mean=None, var=None):
+        mean, var = (None if t is None else t.to(x.dtype) for t in (mean, var))
+        return batch_norm_act(x, mean, var, weight, bias, training, 0.1, eps, act, residual)
+
+    return fn
+
+
+def inputs(shape, dtype, device, residual=False, last=False, seed=0):
+    x = randn(*shape, dtype=dtype, device=device, seed=seed)
+    if last:
+        x = x.detach().to(memory_format=CHANNELS_LAST[len(shape)]).requires_grad_()
+    weight, bias = (randn(shape[1], dtype=dtype, device=device, seed=seed + s) for s in (1, 2))
+    r = randn(*shape, dtype=dtype, device=device, seed=seed + 3) if residual else None
+    return x, weight, bias, r
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("act", ["relu", "gelu", "tanh"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_every_dtype(act, residual, dtype, device):
+    for last in (False, True):
+        compare(fused(act), eager(act), inputs((3, 5, 6, 7), dtype, device, residual, last))
+
+
+@pytest.mark.parametrize("act", ["relu", "identity"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape_and_memory_format(shape, act, device):
+    for last, residual in itertools.product({False, len(shape) in CHANNELS_LAST}, (False, True)):
+        given = inputs(shape, torch.float32, device, residual, last)
+        compare(fused(act), eager(act), given)
+        stats = randn(shape[1], grad=False, device=device), randn(shape[1], grad=False, device=device).abs()
+        compare(fused(act, training=False), eager(act, training=False), (*given, *stats))
+        if last:
+            y = fused(act)(*given)
+            assert y.is_contiguous(memory_format=CHANNELS_LAST[len(shape)])
+
+
+@pytest.mark.parametrize("act", ["relu", "gelu", "silu", "tanh", "leaky_relu"])
+def test_activations(act, device):
+    for residual in (False, True):
+        compare(fused(act), eager(act), inputs((33, 17), torch.float32, device, residual))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_half_precision_with_float32_parameters(dtype, training, device):
+    x, _, _, r = inputs((4, 6, 5, 5), dtype, device, residual=True)
+    weight, bias = randn(6, device=device, seed=1), randn(6, device=device, seed=2)
+    mean, var = torch.zeros(6, device=device), torch.ones(6, device=device)
+    given = (x, weight, bias, r)
+    wide = [t.detach().double().requires_grad_() for t in given]
+    g = randn(4, 6, 5, 5, dtype=dtype, device=device, seed=9, grad=False)
+
+    def run(fn, ts, grad):
+        y = fn(ts[0], mean.to(ts[1].dtype), var.to(ts[1].dtype), *ts[1:3], training, 0.1, 1e-5, ts[3])
+        return [y, *torch.autograd.grad(y, ts, grad)]
+
+    def plain(x, mean, var, w, b, training, momentum, eps, r):
+        return F.relu(F.batch_norm(x, mean, var, w, b, training, momentum, eps) + r)
+
+    def ours(*args):
+        return batch_norm_act(*args[:-1], "relu", args[-1])
+
+    rows = zip(run(ours, given, g), run(plain, given, g), run(plain, wide, g.double()), strict=True)
+    for i, (f, e, x64) in enumerate(rows):
+        assert_accurate(f, e, x64, f"result {i}", terms=100)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.0, 1.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(6, 5, 9, 3), (40, 3), (7, 5, 33, 17)], ids=str)
+def test_running_statistics(shape, dtype, momentum, device):
+    last = len(shape) == 4
+    x, weight, bias, _ = inputs(shape, dtype, device, last=last)
+    C = shape[1]
+    kept = [(randn(C, dtype=dtype, device=device, grad=False), torch.ones(C, dtype=dtype, device=device))]
+    kept.append(tuple(t.clone() for t in kept[0]))
+    for _ in range(2):
+        batch_norm_act(x, *kept[0], weight, bias, True, momentum, 1e-5)
+        F.batch_norm(x, *kept[1], weight, bias, True, momentum, 1e-5)
+    for a, b in zip(*kept, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 1e-13, atol=1e-6)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("outlier", [False, True])
+def test_large_mean_small_deviation(last, outlier, device):
+    """Mean 1e4, deviation 1. E[x*x] - E[x]**2 in float32 gives variances that are off by tens here."""
+    x = 1e4 + randn(16, 6, 17, 9, grad=False)
+    if outlier:
+        x[0, :, 0, 0] = 0.0
+    if last:
+        x = x.to(memory_format=torch.channels_last)
+    x = x.to(device).requires_grad_()
+    weight, bias = randn(6, device=device, seed=1), randn(6, device=device, seed=2)
+    compare(fused("relu"), eager("relu"), (x, weight, bias))
+    mean, var = torch.zeros(6, device=device), torch.zeros(6, device=device)
+    batch_norm_act(x, mean, var, None, None, True, 1.0, 1e-5)
+    exact = x.detach().double().var((0, 2, 3))
+    assert ((var.double() - exact).abs() / exact).max() < 1e-4
+
+
+def test_constant_channel(device):
+    """A dead channel normalises to exactly its bias, and its ReLU gradient is eager's."""
+    x = randn(8, 3, 4, 4, device=device).detach()
+    x[:, 1] = 3.3
+    x.requires_grad_()
+    weight, bias = torch.ones(3, device=device, requires_grad=True), torch.zeros(3, device=device, requires_grad=True)
+    compare(fused("relu"), eager("relu"), (x, weight, bias))
+
+
+@pytest.mark.parametrize("needs", list(itertools.product((0, 1), repeat=4)), ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_every_requires_grad(needs, training, device):
+    given = inputs((5, 4, 3, 3), torch.float32, device, residual=True)
+    given = tuple(t.detach().requires_grad_(bool(n)) for t, n in zip(given, needs, strict=True))
+    stats = () if training else (randn(4, grad=False, device=device), torch.ones(4, device=device))
+    for act in ("relu", "silu"):
+        compare(fused(act, training), eager(act, training), (*given, *stats))
+        compare(fused(act, training), eager(act, training), (*given[:3], None, *stats))
+
+
+@pytest.mark.parametrize("which", ["weight", "bias", "both"])
+def test_without_parameters(which, device):
+    x, weight, bias, _ = inputs((5, 4, 3, 3), torch.float32, device)
+    weight, bias = None if which != "bias" else weight, None if which != "weight" else bias
+    compare(fused("relu"), eager("relu"), (x, weight, bias))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("which", [0, 1, 3])
+def test_every_layout(layout, which, device):
+    given = list(inputs((6, 4, 5, 3), torch.float32, device, residual=True))
+    given[which] = laid_out(given[which], layout)
+    compare(fused("gelu"), eager("gelu"), given)
+
+
+def test_gradients_of_any_stride(device):
+    x, weight, bias, r = inputs((6, 4, 5, 3), torch.float32, device, residual=True)
+    wanted = (x, weight, bias, r)
+    for g in (
+        torch.ones((), device=device).expand(6, 4, 5, 3),
+        randn(3, 5, 4, 6, device=device, grad=False).permute(3, 2, 1, 0),
+    ):
+        ours = torch.autograd.grad(fused("relu")(*wanted), wanted, g)
+        for a, b in zip(ours, torch.autograd.grad(eager("relu")(*wanted), wanted, g), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_inf(value, device):
+    x, weight, bias, r = inputs((4, 3, 5, 2), torch.float32, device, residual=True)
+    with torch.no_grad():
+        x[1, 1, 2, 0] = value
+        r[0, 2, 0, 0] = value
+    compare(fused("relu"), eager("relu"), (x, weight, bias, r))
+
+
+def test_backward_twice_gives_the_same_bits(device):
+    given = inputs((7, 5, 33, 17), torch.float32, device, residual=True, last=True)
+    y = fused("relu")(*given)
+    g = torch.ones_like(y)
+    first, again = (torch.autograd.grad(y, given, g, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert torch.equal(y, fused("relu")(*given))
+
+
+@pytest.mark.parametrize("act", ["relu", "gelu", "sigmoid", "identity"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("residual", [True, False])
+def test_higher_derivatives(act, training, residual, device):
+    x, weight, bias, r = inputs((3, 2, 2), torch.float64, device, residual)
+    stats = randn(2, dtype=torch.float64, device=device, grad=False), torch.ones(2, dtype=torch.float64, device=device)
+    given = (x, weight, bias) if r is None else (x, weight, bias, r)
+
+    def fn(x, weight, bias, residual=None):
+        return fused(act, training)(x, weight, bias, residual, *stats)
+
+    assert torch.autograd.gradcheck(fn, given, fast_mode=True)
+    assert torch.autograd.gradgradcheck(fn, given, fast_mode=True)
+
+
+def test_higher_derivatives_of_a_strided_input(device):
+    x = laid_out(randn(3, 2, 3, dtype=torch.float64, device=device), "sliced")
+    assert torch.autograd.gradgradcheck(lambda x: fused("silu")(x, None, None), (x,), fast_mode=True)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_edits_before_backward(training, device):
+    """The bias may change before backward; x, weight and the running statistics may not. As in eager."""
+    stats = torch.zeros(4, device=device), torch.ones(4, device=device)
+    for edited in ("bias", "x", "weight", "mean"):
+        raised = []
+        for fn in (fused, eager):
+            x, weight, bias, _ = inputs((5, 4, 3, 3), torch.float32, device)
+            mean, var = (t.clone() for t in stats)
+            y = fn("gelu", training)(x, weight, bias, None, mean, var)
+            expected = torch.autograd.grad(y.sum(), (x, weight, bias), retain_graph=True)
+            with torch.no_grad():
+                {"bias": bias, "x": x, "weight": weight, "mean": mean}[edited].add_(1.0)
+            try:
+                got = torch.autograd.grad(y.sum(), (x, weight, bias))
+                raised.append(False)
+                assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+            except RuntimeError as error:
+                raised.append("modified by an inplace operation" in str(error))
+        assert raised[0] == raised[1] == (edited != "bias"), edited
+
+
+def test_two_forwards_then_both_backwards(device):
+    """Updating the running statistics is not an edit: a shared norm may run twice before backward."""
+    x, weight, bias, _ = inputs((5, 4, 3, 3), torch.float32, device)
+    mean, var = torch.zeros(4, device=device), torch.ones(4, device=device)
+    (
+        fused("relu")(x, weight, bias, None, mean, var) + fused("relu")(2 * x, weight, bias, None, mean, var)
+    ).sum().backward()
+    assert x.grad is not None
+
+
+def test_large_tensors_take_every_source(device):
+    """The same result whether the second pass combines the partial sums itself, or a kernel before it does."""
+    shape = (7, 5, 33, 17)
+    given = inputs(shape, torch.float32, device, last=True)
+    found = []
+    try:
+        for limit in (10**9, 0):
+            _tiling.tiling.cache_clear()
+            fl.ops.batch_norm_act._cached_call.cache_clear()
+            knobs = _tiling.Knobs(merge_limit=limit, saved_span=1)
+            _tiling.FORWARD, _tiling.BACKWARD, before = knobs, knobs, (_tiling.FORWARD, _tiling.BACKWARD)
+            compare(fused("relu"), eager("relu"), given)
+            mean, var = torch.zeros(5, device=device), torch.ones(5, device=device)
+            y = fused("relu")(*given, mean, var)
+            found.append([y, mean, var, *torch.autograd.grad(y, given[:3], torch.ones_like(y))])
+            _tiling.FORWARD, _tiling.BACKWARD = before
+    finally:
+        _tiling.tiling.cache_clear()
+        fl.ops.batch_norm_act._cached_call.cache_clear()
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_follows_x(device):
+    x, weight, bias, r = inputs((4, 3, 5, 2), torch.float32, device, residual=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        for res in (torch.float32, torch.bfloat16):
+            given = (x.detach().to(dtype), weight.detach(), bias.detach(), r.detach().to(res))
+            with torch.autocast(device, dtype=torch.bfloat16):
+                assert fused("gelu")(*given).dtype == eager("gelu")(*given).dtype
+                assert fused("softplus" if "softplus" in fl.activations() else "silu")(*given).dtype in (
+                    torch.float32,
+                    torch.bfloat16,
+                )
+
+
+def test_bad_input_raises_what_torch_raises(device):
+    def args(x=None, mean=None, var=None, weight=None, training=True):
+        x = randn(4, 6, 3, device=device) if x is None else x
+        return x, mean, var, weight, None, training, 0.1, 1e-5
+
+    cases = [
+        args(x=randn(1, 6, device=device)),
+        args(weight=randn(5, device=device)),
+        args(mean=torch.zeros(5, device=device), var=torch.ones(5, device=device)),
+        args(training=False),
+        args(x=randn(6, device=device)),
+    ]
+    with fl.settings(route="auto"):
+        for case in cases:
+            with pytest.raises(Exception) as expected:
+                F.batch_norm(*case)
+            with pytest.raises(type(expected.value)) as raised:
+                batch_norm_act(*case)
+            assert str(raised.value) == str(expected.value)
+        with pytest.raises(ValueError, match="did you mean 'gelu'"):
+            batch_norm_act(*args(), "gelo")
+        with pytest.raises(RuntimeError, match="must match the size"):
+            batch_norm_act(*args(), "relu", randn(4, 6, 2, device=device))
+
+
+def test_empty_batch(device):
+    x, weight = randn(0, 6, 3, device=device), randn(6, device=device)
+    mean, var = torch.zeros(6, device=device), torch.ones(6, device=device)
+    with fl.settings(route="auto"):
+        for training in (True, False):
+            y, e = (f("relu", training)(x, weight, None, None, mean, var) for f in (fused, eager))
+            grads = [torch.autograd.grad(t.sum(), weight)[0] for t in (y, e)]
+            assert y.shape == e.shape == (0, 6, 3) and torch.equal(*grads)
