@@ -96,7 +96,43 @@ def gated() -> Iterator[Entry]:
         yield Entry(f"gated_backward-{sums}", module.gated_backward, signature, constants)
 
 
-FAMILIES = (linear, act_bias, gated, residual)
+def row_norm() -> Iterator[Entry]:
+    import triton.language as tl
+
+    from fusedlayers.ops import _row_norm
+
+    module = kernels.load("norm")
+    for kind, N in [("bf16", 64), ("bf16", 768), ("bf16", 8192), ("fp32", 8192), ("bf16", 16384), ("bf16", 20000)]:
+        for center in (True, False):
+            data, bias = f"*{kind}", f"*{kind}" if center else None
+            sizes = ("i32",) * 2
+            common = {"CT": tl.float32, "OFFSET": 0.0, "CENTER": center, "HAS_W": True, "V": 16}
+            tile = _row_norm.forward_tile(N, 4)
+            constants = {
+                **common, "XT": tl.bfloat16 if kind == "bf16" else tl.float32, "EPS": 1e-5, "CAST": not center,
+                "HAS_RES": True, "HAS_B": center, "WRITE_STATS": True, "BR": tile.rows, "BN": tile.cols,
+            }  # fmt: skip
+            signature = (data, data, data, bias, data, data, "*fp32", *sizes, "i32", "i32")
+            name = f"norm-{kind}-{N}-{'layer' if center else 'rms'}"
+            entry = module.forward if tile.rows else module.forward_long
+            yield Entry(f"{name}-forward", entry, signature, constants, tile.warps)
+            tile = _row_norm.backward_tile(N, 4)
+            constants = {
+                **common, "HAS_GSUM": True, "NEED_DX": True, "NEED_DRES": True, "NEED_DW": True, "NEED_DB": center,
+                "BR": tile.rows, "BN": tile.cols, "AR": tile.sums, "STAGES": tile.stages,
+            }  # fmt: skip
+            signature = (data, data, data, data, "*fp32", data, "*fp32")
+            if tile.rows:
+                signature = (*signature, "*fp32", *sizes, "i32", "i32", "i32")
+                yield Entry(f"{name}-backward", module.backward, signature, constants, tile.warps)
+            else:
+                signature = (*signature, *sizes, "i32", "i32", "i32")
+                yield Entry(f"{name}-backward", module.backward_long, signature, constants, tile.warps)
+                signature = (data, data, "*fp32", "*fp32", *sizes, "i32", "i32", "i32", "i32")
+                yield Entry(f"{name}-params", module.backward_params, signature, {**constants, "BR": 16, "BN": 128})
+
+
+FAMILIES = (act_bias, gated, linear, residual, row_norm)
 ENTRIES = [entry for family in FAMILIES for entry in family()]
 
 
