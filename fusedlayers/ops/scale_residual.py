@@ -319,23 +319,27 @@ def _loops(shape: Shape, x_stride: Shape, residual_stride: Shape, operand: Any, 
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4096)
+# elements a block takes (col, row), warps; the same for backward, and how many blocks fill a GPU
+FORWARD = 2048, 4096, 4
+BACKWARD = 2048, 2048, 4, 528
+
+
 def _forward_tile(loops: _Loops) -> tuple[tuple[int], tuple[int, int], int]:
-    """Grid, tile and warps of the forward: about 4096 elements a block, wide along memory."""
-    wide = max(8, min(next_power_of_2(loops.C), 1024 if loops.col else 4096))
-    tall = max(1, min(next_power_of_2(loops.T), 4096 // wide))
-    return (loops.A * cdiv(loops.T, tall) * cdiv(loops.C, wide),), (tall, wide), 4
+    """Grid, tile and warps of the forward: a block takes one tile, wide along memory."""
+    elements, warps = FORWARD[0 if loops.col else 1], FORWARD[2]
+    wide = max(8, min(next_power_of_2(loops.C), 1024 if loops.col else elements))
+    tall = max(1, min(next_power_of_2(loops.T), elements // wide))
+    return (loops.A * cdiv(loops.T, tall) * cdiv(loops.C, wide),), (tall, wide), warps
 
 
-@functools.lru_cache(maxsize=4096)
 def _backward_tile(loops: _Loops) -> tuple[tuple[int], tuple[int, int], int, int, int]:
     """Grid, tile, warps, rows (`col`) or columns a block walks, and blocks that share one coefficient's sum.
 
     Enough blocks to fill a GPU several times over, few enough that the second stage reads little.
     """
-    target = 1024
-    wide = max(8, min(next_power_of_2(loops.C), 256 if loops.col else 1024))
-    tall = max(1, min(next_power_of_2(loops.T), 2048 // wide))
+    elements, warps, target = BACKWARD[0 if loops.col else 1], *BACKWARD[2:]
+    wide = max(8, min(next_power_of_2(loops.C), 128 if loops.col else 1024))
+    tall = max(1, min(next_power_of_2(loops.T), elements // wide))
     if loops.col:
         across, length, step = loops.A * cdiv(loops.C, wide), loops.T, tall
     else:
@@ -343,4 +347,4 @@ def _backward_tile(loops: _Loops) -> tuple[tuple[int], tuple[int, int], int, int
     blocks = max(1, min(cdiv(length, step), target // across))
     per_block = cdiv(cdiv(length, blocks), step) * step
     blocks = cdiv(length, per_block)
-    return (across * blocks,), (tall, wide), 4, per_block, blocks
+    return (across * blocks,), (tall, wide), warps, per_block, blocks

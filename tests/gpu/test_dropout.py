@@ -273,3 +273,25 @@ def test_masks_past_32_bits(numel, device):
         got, ours = drawn(lambda: scale_residual(x, torch.zeros_like(x), dropout_p=0.5, training=True))
     assert ours == end
     assert all(torch.equal(a, b) for a, b in zip(got.split(2**28), expected.split(2**28), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_offsets_past_32_bits_forward_and_backward(dropout_p, device):
+    """1,048,577 rows of 2,048: the last rows lie past 2**31 elements, and every row adds to the scale's gradient."""
+    x = torch.randn(1048577, 2048, dtype=torch.bfloat16, device=device, requires_grad=True)
+    residual, scale = torch.randn_like(x), torch.randn(2048, device=device, requires_grad=True)
+    with fl.settings(route="triton"):
+        y, _ = drawn(lambda: scale_residual(x, residual, scale, dropout_p=dropout_p, training=True))
+        dx, dscale = torch.autograd.grad(y, (x, scale), residual.to(y.dtype))
+    with torch.no_grad():
+        z, _ = drawn(lambda: F.dropout(scale * x, dropout_p, True))
+        factor = (z != 0) / (1 - dropout_p)
+        total = torch.zeros(2048, device=device, dtype=torch.float64)
+        for rows in torch.arange(len(x), device=device).split(2**16):
+            at = slice(int(rows[0]), int(rows[-1]) + 1)
+            torch.testing.assert_close(y[at], residual[at] + z[at], atol=0.1, rtol=2e-2)
+            dz = residual[at].float() * factor[at]
+            torch.testing.assert_close(dx[at].float(), dz * scale, atol=0.1, rtol=2e-2)
+            total += (dz * x[at].float()).sum(0, dtype=torch.float64)
+    torch.testing.assert_close(dscale.double(), total, atol=1.0, rtol=1e-3)

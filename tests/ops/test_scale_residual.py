@@ -370,6 +370,18 @@ def test_transforms_and_compile_take_torchs_ops(device):
         torch.testing.assert_close(tangent, scale.expand(3, 4))
 
 
+def test_compiles_without_a_graph_break(device):
+    """Traced as torch's own ops, also with another batch size and with dropout."""
+    compiled = torch.compile(scale_residual, backend="aot_eager", fullgraph=True, dynamic=True)
+    scale = randn(8, device=device)
+    with fl.settings(route="auto"):
+        for rows in (4, 6):
+            x, residual = randn(rows, 8, device=device), randn(rows, 8, device=device, seed=1)
+            torch.testing.assert_close(compiled(x, residual, scale), eager(x, residual, scale))
+            dropped = compiled(x, residual, scale, dropout_p=0.5, drop_path_p=0.5, training=True)
+            assert dropped.shape == x.shape
+
+
 @pytest.mark.skipif(not kernels.interpreted(), reason="only in the interpreter can a CPU call take the kernels")
 def test_why_dropout_is_left_to_torch_is_said(device):
     x = randn(4, 8, device=device)
