@@ -5,9 +5,10 @@ from .guards import FallbackError, FallbackWarning
 from .model import explain, patch_model, unpatch_model
 from .plan import PatchPlan
 from .report import PatchReport, Record
-from .rule import Match, Rule, register_rule, rules
+from .rule import NO_MATCH, Match, Rule, register_rule, rules
+from .verify import VerificationError, VerifyReport, verify
 
 __all__ = [
-    "FallbackError", "FallbackWarning", "Match", "PatchPlan", "PatchReport", "Record", "Rule", "explain", "patch_model",
-    "register_rule", "rules", "unpatch_model",
+    "NO_MATCH", "FallbackError", "FallbackWarning", "Match", "PatchPlan", "PatchReport", "Record", "Rule",
+    "VerificationError", "VerifyReport", "explain", "patch_model", "register_rule", "rules", "unpatch_model", "verify",
 ]  # fmt: skip

@@ -22,7 +22,19 @@ _ACTIVATIONS = tuple(c for c in vars(activation).values() if isinstance(c, type)
 _QUIET = (*_FRESH_MODULES, *_ACTIVATIONS, nn.Identity, nn.Flatten, nn.Sequential, nn.ModuleList)
 _ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.pow, operator.neg}
 _ARITHMETIC |= {torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.cat, torch.stack, F.linear, F.conv2d}
-_ARITHMETIC |= {F.layer_norm, F.group_norm, F.batch_norm, F.gelu, F.softmax, torch.bmm}
+_ARITHMETIC |= {
+    torch.sigmoid,
+    torch.tanh,
+    torch.exp,
+    F.silu,
+    F.softplus,
+    F.layer_norm,
+    F.group_norm,
+    F.batch_norm,
+    F.gelu,
+    F.softmax,
+    torch.bmm,
+}
 _RANDOM = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu}
 _RANDOM_NAMES = ("rand", "drop", "bernoulli", "normal", "uniform", "multinomial", "stochastic", "attention")
 _AUGMENTED = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod}
@@ -77,6 +89,17 @@ def _is_quiet(module: nn.Module) -> bool:
     )
 
 
+def is_data(node: Any) -> bool:
+    """Something computed from an input: not a parameter, a shape or a size."""
+    if not isinstance(node, Node) or node.op == "get_attr":
+        return False
+    if node.op in ("call_function", "call_method") and (node.target is getattr or node.target == "size"):
+        return False
+    if node.op == "call_function" and node.target is operator.getitem:
+        return is_data(node.args[0])
+    return True
+
+
 def is_random(node: Node, root: nn.Module) -> bool:
     """Whether the node may draw from a generator."""
     if node.op == "call_module":
@@ -93,7 +116,8 @@ def roots(node: Node, root: nn.Module) -> set[Node]:
     if is_fresh(node, root) or node.op in ("placeholder", "get_attr"):
         return {node}
     found: set[Node] = {node}
-    for used in node.all_input_nodes:
+    first = node.target in _AUGMENTED or (node.op == "call_method" and str(node.target).endswith("_"))
+    for used in node.all_input_nodes[:1] if first else node.all_input_nodes:
         found |= roots(used, root)
     return found
 

@@ -159,7 +159,8 @@ def member(path: Path, module: nn.Module, pins: Iterable[str], names: Names) -> 
         guards.append(Guard(f"not ({hooks})", f"{label} has a hook"))
         guards.append(Guard(f"'forward' not in {at}.__dict__", f"{label} has a forward of its own"))
     for pin in pins:
-        guards += filter(None, [read(Read(path, pin, "value", getattr(module, pin)), names)])
+        if hasattr(module, pin):
+            guards += filter(None, [read(Read(path, pin, "value", getattr(module, pin)), names)])
     return guards
 
 

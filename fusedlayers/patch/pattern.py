@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.fx import Node
 
@@ -250,6 +251,63 @@ class _Parameter(Pattern):
                 yield found
 
 
+class _Through(Pattern):
+    """Its input, seen through any number of modules that return what they are given."""
+
+    def match(self, node: Any, state: State) -> Iterator[State]:
+        pins = passes_through(node, state.module)
+        if pins is not None:
+            child = Child(tuple(node.target.split(".")), effects.child(state.module, node.target), pins)
+            found = replace(state, children=(*state.children, child)).take(None, node)
+            yield from self.match(node.args[0], found.problem(member_problem(child.module, node.target)))
+        yield from self.inputs[0].match(node, state)
+
+
+INACTIVE_AT_ZERO: dict[type | str, str] = {
+    nn.Dropout: "p",
+    nn.Dropout1d: "p",
+    nn.Dropout2d: "p",
+    nn.Dropout3d: "p",
+    "timm.layers.drop.DropPath": "drop_prob",
+    "torchvision.ops.stochastic_depth.StochasticDepth": "p",
+}
+"""Modules that return their input while this setting is zero."""
+
+
+def passes_through(node: Any, root: nn.Module) -> tuple[str, ...] | None:
+    """The settings because of which a node's module returns its input, none for Identity; None when it does not."""
+    if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+        return None
+    module = effects.child(root, node.target)
+    if module is None or not isinstance(node.args[0], Node):
+        return None
+    cls = original_class(module)
+    if cls is nn.Identity:
+        return ()
+    setting = INACTIVE_AT_ZERO.get(cls) or INACTIVE_AT_ZERO.get(f"{cls.__module__}.{cls.__qualname__}")
+    return (setting,) if setting is not None and getattr(module, setting, None) == 0 else None
+
+
+class _Dropout(Pattern):
+    """Element-wise dropout as a module or as `F.dropout`; bound to the `Child`, or to the probability in effect."""
+
+    def match(self, node: Any, state: State) -> Iterator[State]:
+        if not isinstance(node, Node) or not node.args:
+            return
+        if node.op == "call_module":
+            module = effects.child(state.module, node.target)
+            if isinstance(module, nn.Dropout):
+                for found in _Leaf(self.name, nn.Dropout, pins=("inplace",))(*self.inputs).match(node, state):
+                    yield replace(found, writes=(*found.writes, (node, node.args[0]))) if module.inplace else found
+        elif node.op == "call_function" and node.target is F.dropout:
+            given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | node.kwargs
+            p, training, inplace = given.get("p", 0.5), given.get("training", True), given.get("inplace", False)
+            if isinstance(p, (int, float)) and training in (True, False) and inplace is False:
+                found = state.bind(self.name, float(p) if training else 0.0)
+                if found is not None:
+                    yield from self._follow((given["input"],), found.take(self.name, node))
+
+
 def value(name: str | None = None) -> Pattern:
     """Any graph value; the same name twice is the same value."""
     return _Value(name)
@@ -297,6 +355,16 @@ def call(name: str | None, *functions: Callable[..., Any] | str) -> Pattern:
 
 def item(index: int) -> Pattern:
     return _Item(index)
+
+
+def through(inner: Pattern) -> Pattern:
+    """`inner`, seen through Identity modules and dropouts whose probability is zero (and has to stay so)."""
+    return _Through()(inner)
+
+
+def dropout(name: str) -> Pattern:
+    """Element-wise dropout, bound to its module, or to the probability in effect where `F.dropout` is called."""
+    return _Dropout(name)
 
 
 def maybe(element: Pattern) -> Pattern:

@@ -20,7 +20,7 @@ from ..activations import recognise
 from . import effects, trace
 from .codegen import Child, Variant
 from .pattern import State, _exactly, _is_a, activation_of
-from .rule import Call, Match, Rule
+from .rule import NO_MATCH, Call, Match, Rule
 from .shadow import Path, Untraceable
 from .trace import Trace
 
@@ -131,7 +131,8 @@ def replace_whole(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Al
         else:
             made = reason
         if not isinstance(made, Call):
-            found.append(Found("skipped", rule.name, ((),), made))
+            if made != NO_MATCH:
+                found.append(Found("skipped", rule.name, ((),), made))
             continue
         node = graph.call_function(made.op, made.args, made.kwargs)
         graph.output(node)
@@ -146,7 +147,8 @@ def replace_whole(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Al
 def _made(rule: Rule, match: Match) -> Call | str:
     """What the rule puts in place of the match, or why it does not. A rule that fails is a reason, not a crash."""
     try:
-        return rule.check(match) or rule.fuse(match)
+        reason = rule.check(match)
+        return rule.fuse(match) if reason is None else reason
     except Exception as error:
         return f"rule {rule.name} failed ({type(error).__name__}: {error})"
 
@@ -215,7 +217,7 @@ class _Work:
             made = reason or _made(rule, match)
             if isinstance(made, Call):
                 self._replace(rule, node, match, made, nodes, paths)
-            else:
+            elif made != NO_MATCH:
                 self.missed.append((rule, nodes, paths, made))
 
     def _paths(self, state: State) -> tuple[Path, ...]:
@@ -358,12 +360,7 @@ def kind_of(node: Node, root: nn.Module) -> str | None:
         return None
     if node.target not in (operator.add, operator.iadd, torch.add, "add", "add_"):
         return None
-    return "residual" if all(isinstance(a, Node) and _is_data(a) for a in node.args) else None
-
-
-def _is_data(node: Node) -> bool:
-    """Not a parameter, a shape or a position: something computed from an input."""
-    return node.op != "get_attr" and node.target is not getattr and "size" not in str(node.target)
+    return "residual" if all(effects.is_data(a) for a in node.args) else None
 
 
 def _kind_of_module(module: nn.Module) -> str | None:

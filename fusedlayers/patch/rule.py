@@ -16,6 +16,9 @@ from .codegen import Child
 from .pattern import Pattern, State
 from .shadow import Path
 
+NO_MATCH = ""
+"""What `Rule.check` returns for a match that the report need not mention."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -89,7 +92,7 @@ class Rule:
             cls.name = "".join(f"_{c.lower()}" if c.isupper() else c for c in cls.__name__).lstrip("_")
 
     def check(self, m: Match) -> str | None:
-        """Why this match must be left alone; None to fuse it."""
+        """Why this match must be left alone; None to fuse it; `NO_MATCH` when it is not what the rule is about."""
         return None
 
     def fuse(self, m: Match) -> Call:
@@ -160,4 +163,4 @@ def choose(wanted: Iterable[str | Rule] | str | Rule | None) -> list[Rule]:
     return sorted(chosen, key=lambda r: -r.priority)
 
 
-__all__ = ["Call", "Match", "Path", "Rule", "choose", "register_rule", "rules"]
+__all__ = ["NO_MATCH", "Call", "Match", "Path", "Rule", "choose", "register_rule", "rules"]

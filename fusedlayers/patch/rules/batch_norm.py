@@ -1,0 +1,80 @@
+"""Batch norm with what follows it: an activation, a residual add, both; and alone."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ... import functional as fused
+from ...activations import Activation
+from .. import effects
+from ..pattern import act, add, leaf, through, value
+from ..rule import Call, Match, Rule, register_rule
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def batch_norm_act(bn: _BatchNorm, x: Tensor, activation: Activation | None, residual: Tensor | None = None) -> Tensor:
+    """`nn.BatchNorm*d.forward` with its statistics kept in the same way, then the rest."""
+    bn._check_input_dim(x)
+    momentum = 0.0 if bn.momentum is None else bn.momentum
+    if bn.training and bn.track_running_stats and bn.num_batches_tracked is not None:
+        bn.num_batches_tracked.add_(1)
+        if bn.momentum is None:  # a cumulative average
+            momentum = 1.0 / float(bn.num_batches_tracked)
+    mean, var = (bn.running_mean, bn.running_var) if not bn.training or bn.track_running_stats else (None, None)
+    batch = bn.training or (bn.running_mean is None and bn.running_var is None)
+    return fused.batch_norm_act(x, mean, var, bn.weight, bn.bias, batch, momentum, bn.eps, activation, residual)
+
+
+@register_rule
+class BatchNormAct(Rule):
+    """`act(bn(x))`."""
+
+    pattern = act("act")(through(leaf("bn", *BATCH_NORMS)(value("x"))))
+    priority = 10
+
+    def fuse(self, m: Match) -> Call:
+        return m.call(batch_norm_act, m.bn, m.x, m.act)
+
+
+@register_rule
+class BatchNormAddAct(Rule):
+    """`act(bn(x) + residual)`: the end of a residual block."""
+
+    pattern = act("act")(add("sum")(through(leaf("bn", *BATCH_NORMS)(value("x"))), value("residual")))
+    priority = 20
+
+    def check(self, m: Match) -> str | None:
+        return None if effects.is_data(m.residual) else "what is added is not a tensor computed from the input"
+
+    def fuse(self, m: Match) -> Call:
+        return m.call(batch_norm_act, m.bn, m.x, m.act, m.residual)
+
+
+@register_rule
+class BatchNormAdd(Rule):
+    """`bn(x) + residual`, with no activation after it."""
+
+    pattern = add("sum")(through(leaf("bn", *BATCH_NORMS)(value("x"))), value("residual"))
+    priority = 10
+
+    def check(self, m: Match) -> str | None:
+        return None if effects.is_data(m.residual) else "what is added is not a tensor computed from the input"
+
+    def fuse(self, m: Match) -> Call:
+        return m.call(batch_norm_act, m.bn, m.x, None, m.residual)
+
+
+def batch_norm(bn: _BatchNorm, x: Tensor) -> Tensor:
+    return batch_norm_act(bn, x, None)
+
+
+@register_rule
+class LoneBatchNorm(Rule):
+    """A batch norm that nothing fusable follows."""
+
+    target = BATCH_NORMS
+
+    def fuse(self, m: Match) -> Call:
+        return m.call(batch_norm, m.own(), m.inputs["input"])

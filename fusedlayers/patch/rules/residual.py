@@ -1,0 +1,78 @@
+"""The end of a residual branch: LayerScale or a gate, dropout, DropPath, and the add, in one pass."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ... import functional as fused
+from .. import effects
+from ..pattern import add, dropout, either, leaf, maybe, mul, parameter, through, value
+from ..rule import NO_MATCH, Call, Match, Rule, register_rule
+
+LAYER_SCALES = {"timm.layers.layer_scale.LayerScale": "gamma"}
+"""Classes that multiply by the parameter named, over the last dim."""
+DROP_PATHS = ("timm.layers.drop.DropPath", "torchvision.ops.stochastic_depth.StochasticDepth")
+
+
+def scale_residual(
+    x: Tensor,
+    residual: Tensor,
+    scale: Tensor | nn.Module | None,
+    drop: nn.Module | float | None,
+    path: nn.Module | None,
+    gamma: str = "",
+) -> Tensor:
+    """`residual + path(drop(scale * x))` with each module's settings as they are on this call."""
+    if isinstance(scale, nn.Module):
+        scale = getattr(scale, gamma)
+    p = drop if isinstance(drop, float) else 0.0
+    if isinstance(drop, nn.Module) and drop.training:
+        p = drop.p
+    q = 0.0
+    if path is not None and path.training:
+        q = path.drop_prob if hasattr(path, "drop_prob") else path.p
+    return fused.scale_residual(x, residual, scale, dropout_p=p, drop_path_p=q, training=True)
+
+
+def _branch(scaled):  # type: ignore[no-untyped-def]
+    dropped = through(maybe(dropout("drop"))(through(scaled)))
+    return through(maybe(leaf("path", *DROP_PATHS, pins=("mode", "scale_by_keep")))(dropped))
+
+
+@register_rule
+class ScaleResidual(Rule):
+    """`residual + drop_path(dropout(scale * x))`, whichever of them are there."""
+
+    pattern = add("sum")(
+        _branch(
+            either(
+                leaf("scale", *LAYER_SCALES, pins=("inplace",))(through(value("x"))),
+                mul("scaled")(parameter("scale"), through(value("x"))),
+                mul("scaled")(value("scale"), through(value("x"))),
+                value("x"),
+            )
+        ),
+        value("residual"),
+    )
+    priority = 20
+    random = True
+
+    def check(self, m: Match) -> str | None:
+        scale, path = getattr(m, "scale", None), m.path
+        if not (effects.is_data(m.x) and effects.is_data(m.residual)):
+            return "what is added is not a tensor computed from the input"
+        if scale is None and m.drop is None and path is None:
+            return NO_MATCH
+        if path is not None:
+            if getattr(path.module, "mode", "row") != "row":
+                return f"{path.path[-1]} drops whole batches"
+            if not getattr(path.module, "scale_by_keep", True):
+                return f"{path.path[-1]} does not scale what it keeps"
+        return None
+
+    def fuse(self, m: Match) -> Call:
+        scale, gamma = getattr(m, "scale", None), ""
+        if hasattr(scale, "module"):
+            kind = type(scale.module)
+            gamma = LAYER_SCALES[f"{kind.__module__}.{kind.__qualname__}"]
+        return m.call(scale_residual, m.x, m.residual, scale, m.drop, m.path, gamma)
