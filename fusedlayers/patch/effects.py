@@ -18,8 +18,12 @@ from .guards import original_class
 _FRESH_MODULES = (linear.Linear, linear.Bilinear, conv._ConvNd, batchnorm._BatchNorm, instancenorm._InstanceNorm)
 _FRESH_MODULES += (normalization.LayerNorm, normalization.GroupNorm, nn.Embedding, pooling._AdaptiveAvgPoolNd)
 _FRESH_MODULES += (pooling._AvgPoolNd, pooling._MaxPoolNd) + ((nn.RMSNorm,) if hasattr(nn, "RMSNorm") else ())
-_ACTIVATIONS = tuple(c for c in vars(activation).values() if isinstance(c, type) and issubclass(c, nn.Module))
-_QUIET = (*_FRESH_MODULES, *_ACTIVATIONS, nn.Identity, nn.Flatten, nn.Sequential, nn.ModuleList)
+_ACTIVATIONS = tuple(
+    c
+    for c in vars(activation).values()
+    if isinstance(c, type) and c.__module__ == activation.__name__ and c not in (nn.MultiheadAttention, nn.RReLU)
+)
+_QUIET = (*_FRESH_MODULES, *_ACTIVATIONS, nn.Identity, nn.Flatten, nn.Sequential)
 _ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.pow, operator.neg}
 _ARITHMETIC |= {torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.cat, torch.stack, F.linear, F.conv2d}
 _ARITHMETIC |= {

@@ -258,8 +258,11 @@ class _Through(Pattern):
         pins = passes_through(node, state.module)
         if pins is not None:
             child = Child(tuple(node.target.split(".")), effects.child(state.module, node.target), pins)
-            found = replace(state, children=(*state.children, child)).take(None, node)
+            found = replace(state, children=(child, *state.children)).take(None, node)  # named after the others
             yield from self.match(node.args[0], found.problem(member_problem(child.module, node.target)))
+        call = _dropout_call(node)
+        if call is not None and call[1] == 0.0:
+            yield from self.match(call[0], state.take(None, node))
         yield from self.inputs[0].match(node, state)
 
 
@@ -292,20 +295,27 @@ class _Dropout(Pattern):
     """Element-wise dropout as a module or as `F.dropout`; bound to the `Child`, or to the probability in effect."""
 
     def match(self, node: Any, state: State) -> Iterator[State]:
-        if not isinstance(node, Node) or not node.args:
-            return
-        if node.op == "call_module":
+        if isinstance(node, Node) and node.op == "call_module":
             module = effects.child(state.module, node.target)
             if isinstance(module, nn.Dropout):
                 for found in _Leaf(self.name, nn.Dropout, pins=("inplace",))(*self.inputs).match(node, state):
                     yield replace(found, writes=(*found.writes, (node, node.args[0]))) if module.inplace else found
-        elif node.op == "call_function" and node.target is F.dropout:
-            given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | node.kwargs
-            p, training, inplace = given.get("p", 0.5), given.get("training", True), given.get("inplace", False)
-            if isinstance(p, (int, float)) and training in (True, False) and inplace is False:
-                found = state.bind(self.name, float(p) if training else 0.0)
-                if found is not None:
-                    yield from self._follow((given["input"],), found.take(self.name, node))
+        else:
+            call = _dropout_call(node)
+            found = None if call is None else state.bind(self.name, call[1])
+            if found is not None:
+                yield from self._follow((call[0],), found.take(self.name, node))
+
+
+def _dropout_call(node: Any) -> tuple[Node, float] | None:
+    """What `F.dropout` is called on and the probability in effect, where both are plain and it is not in place."""
+    if not isinstance(node, Node) or node.op != "call_function" or node.target is not F.dropout:
+        return None
+    given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
+    p, training, inplace = given.get("p", 0.5), given.get("training", True), given.get("inplace", False)
+    if type(p) not in (int, float) or training not in (True, False) or inplace is not False:
+        return None
+    return given["input"], float(p) if training else 0.0
 
 
 def value(name: str | None = None) -> Pattern:

@@ -206,32 +206,29 @@ class _Work:
 
     def _apply(self, rule: Rule) -> None:
         for node in reversed(list(self.graph.nodes)):
-            state = None if node in self.gone else self._best(rule, node)
-            if state is None:
-                continue
-            nodes = {n for _, n in state.nodes}
-            reason = state.problems[0] if state.problems else self._obstacle(rule, node, state)
+            if node not in self.gone:
+                self._apply_at(rule, node)
+
+    def _apply_at(self, rule: Rule, root: Node) -> None:
+        """Fuses the first match that may be; else keeps the near miss with the fewest problems."""
+        missed: tuple[int, State, str] | None = None
+        for state in rule.pattern.match(root, State(self.module)):
+            reason = state.problems[0] if state.problems else self._obstacle(rule, root, state)
             paths = self._paths(state)
             reason = reason or self.allow(paths, rule.name)
             match = Match(self.module, state, self.traced.training)
             made = reason or _made(rule, match)
             if isinstance(made, Call):
-                self._replace(rule, node, match, made, nodes, paths)
-            elif made != NO_MATCH:
-                self.missed.append((rule, nodes, paths, made))
+                self._replace(rule, root, match, made, {n for _, n in state.nodes}, paths)
+                return
+            if made != NO_MATCH and (missed is None or len(state.problems) < missed[0]):
+                missed = len(state.problems), state, made
+        if missed is not None:
+            _, state, reason = missed
+            self.missed.append((rule, {n for _, n in state.nodes}, self._paths(state), reason))
 
     def _paths(self, state: State) -> tuple[Path, ...]:
         return tuple(dict.fromkeys(c.path for c in reversed(state.children))) or ((),)
-
-    def _best(self, rule: Rule, node: Node) -> State | None:
-        """The first match with no problem, else the one with fewest."""
-        best: State | None = None
-        for state in rule.pattern.match(node, State(self.module)):
-            if not state.problems and self._obstacle(rule, node, state) is None:
-                return state
-            if best is None or len(state.problems) < len(best.problems):
-                best = state
-        return best
 
     def _obstacle(self, rule: Rule, root: Node, state: State) -> str | None:
         """What in the data flow around a match forbids computing it in one place."""

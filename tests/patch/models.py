@@ -23,9 +23,9 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is not None:
             x = x * mask
-        x = self.act(self.fc(x))
-        x = F.relu(self.fc2(x))
-        return self.fc4(self.fc3(x).relu())
+        x = self.act(self.fc(x)) + 1
+        x = F.relu(self.fc2(x)) * 2
+        return self.fc4(self.fc3(x).relu() - 1)
 
 
 def network(width: int = 8) -> nn.Sequential:

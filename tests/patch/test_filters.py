@@ -85,7 +85,7 @@ def test_rules_by_name():
 
 
 def test_a_saved_plan_is_repeated_exactly(tmp_path):
-    plan = PatchPlan({"0": ["linear_act"], "2.fc2": ["linear_act"]}, {"0": "reference"})
+    plan = PatchPlan({"0": ["linear_act"], "2.fc2": ["linear_act"]}, {"": {"linear_act": "reference"}})
     plan.save(tmp_path / "plan.json")
     for source in (plan, plan.to_dict(), tmp_path / "plan.json", str(tmp_path / "plan.json")):
         model = fl.patch_model(network(), plan=source)

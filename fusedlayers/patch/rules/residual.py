@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ... import functional as fused
 from .. import effects
+from ..codegen import Child
 from ..pattern import add, dropout, either, leaf, maybe, mul, parameter, through, value
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
 
@@ -39,6 +40,13 @@ def _branch(scaled):  # type: ignore[no-untyped-def]
     return through(maybe(leaf("path", *DROP_PATHS, pins=("mode", "scale_by_keep")))(dropped))
 
 
+def _active(drop: Child | float | None) -> bool:
+    """Whether a dropout or drop path may ever drop something as it is set now."""
+    if isinstance(drop, Child):
+        return getattr(drop.module, "drop_prob", getattr(drop.module, "p", 1.0)) != 0
+    return bool(drop)
+
+
 @register_rule
 class ScaleResidual(Rule):
     """`residual + drop_path(dropout(scale * x))`, whichever of them are there."""
@@ -61,7 +69,7 @@ class ScaleResidual(Rule):
         scale, path = getattr(m, "scale", None), m.path
         if not (effects.is_data(m.x) and effects.is_data(m.residual)):
             return "what is added is not a tensor computed from the input"
-        if scale is None and m.drop is None and path is None:
+        if scale is None and not any(map(_active, (m.drop, path))):
             return NO_MATCH
         if path is not None:
             if getattr(path.module, "mode", "row") != "row":
@@ -72,7 +80,7 @@ class ScaleResidual(Rule):
 
     def fuse(self, m: Match) -> Call:
         scale, gamma = getattr(m, "scale", None), ""
-        if hasattr(scale, "module"):
+        if isinstance(scale, Child):
             kind = type(scale.module)
             gamma = LAYER_SCALES[f"{kind.__module__}.{kind.__qualname__}"]
         return m.call(scale_residual, m.x, m.residual, scale, m.drop, m.path, gamma)

@@ -1,0 +1,297 @@
+"""Each built-in rule on the smallest model with its pattern: found, equal to the original, refused where it must be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fusedlayers as fl
+
+from .models import assert_same, twin
+
+IMAGE, ROWS = torch.randn(4, 6, 5, 5), torch.randn(4, 7, 6)
+
+
+def block(forward, **children):
+    """A module whose class has this forward, with these children and parameters."""
+    module = type("Block", (nn.Module,), {"forward": forward})()
+    for name, child in children.items():
+        setattr(module, name, child)
+    return module
+
+
+def sites(model: nn.Module, kind: str = "fused") -> list[tuple[str, tuple[str, ...]]]:
+    return [(r.rule, r.modules) for r in getattr(fl.explain(model), kind)]
+
+
+def check(model: nn.Module, x: torch.Tensor, *expected: tuple[str, tuple[str, ...]]) -> nn.Module:
+    patched = fl.patch_model(twin(model), on_fallback="raise")
+    assert sites(patched) == list(expected)
+    for mode in (True, False):
+        for m in (patched, model):
+            m.train(mode)
+            torch.manual_seed(0)
+        torch.manual_seed(1)
+        first = [patched(x), *[b.clone() for b in patched.buffers()]]
+        torch.manual_seed(1)
+        for got, want in zip(first, [model(x), *model.buffers()], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        report = fl.verify(patched, x)
+        assert report, str(report)
+    return patched
+
+
+# batch norm
+
+
+def conv(**options):
+    return nn.Conv2d(6, 6, 3, padding=1, **options)
+
+
+def test_batch_norm_then_activation():
+    model = nn.Sequential(conv(), nn.BatchNorm2d(6), nn.ReLU(inplace=True), conv(), nn.BatchNorm2d(6), nn.SiLU())
+    check(model, IMAGE, ("batch_norm_act", ("1", "2")), ("batch_norm_act", ("4", "5")))
+
+
+def test_the_end_of_a_residual_block():
+    def forward(self, x):
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x if self.down is None else self.down(x)
+        return self.relu(out)
+
+    for down in (None, nn.Sequential(conv(), nn.BatchNorm2d(6))):
+        children = {"bn1": nn.BatchNorm2d(6), "bn2": nn.BatchNorm2d(6), "relu": nn.ReLU(inplace=True)}
+        model = block(forward, conv1=conv(), conv2=conv(), down=down, **children)
+        lone = [] if down is None else [("lone_batch_norm", ("down.1",))]
+        check(model, IMAGE, ("batch_norm_act", ("bn1", "relu")), ("batch_norm_add_act", ("bn2", "relu")), *lone)
+
+
+def test_batch_norm_and_add_without_an_activation():
+    model = block(lambda self, x: x + self.bn(self.conv(x)), conv=conv(), bn=nn.BatchNorm2d(6))
+    check(model, IMAGE, ("batch_norm_add", ("bn",)))
+
+
+@pytest.mark.parametrize(
+    "bn",
+    [
+        nn.BatchNorm2d(6, momentum=None),
+        nn.BatchNorm2d(6, affine=False),
+        nn.BatchNorm2d(6, track_running_stats=False),
+        nn.BatchNorm2d(6, eps=0.1, momentum=0.5),
+        nn.BatchNorm2d(6).requires_grad_(False),
+    ],
+    ids=["cumulative", "no affine", "no tracking", "settings", "frozen"],
+)
+def test_batch_norms_of_every_setting(bn):
+    model = nn.Sequential(conv(), bn, nn.GELU(), nn.Flatten())
+    check(model, IMAGE, ("batch_norm_act", ("1", "2")))
+
+
+def test_batch_norm_in_one_and_three_dims():
+    check(nn.Sequential(nn.BatchNorm1d(6), nn.ReLU()), torch.randn(8, 6), ("batch_norm_act", ("0", "1")))
+    check(nn.Sequential(nn.BatchNorm1d(6), nn.ReLU()), torch.randn(8, 6, 3), ("batch_norm_act", ("0", "1")))
+    check(nn.Sequential(nn.BatchNorm3d(6), nn.ReLU()), torch.randn(2, 6, 3, 3, 3), ("batch_norm_act", ("0", "1")))
+
+
+def test_a_frozen_batch_norm_in_a_training_block_keeps_its_own_mode():
+    patched = fl.patch_model(nn.Sequential(conv(), nn.BatchNorm2d(6), nn.ReLU()), on_fallback="raise")
+    patched.train()[1].eval()
+    patched(IMAGE)
+    assert patched[1].num_batches_tracked == 0 and (patched[1].running_mean == 0).all()
+
+
+def test_wrong_dims_and_a_batch_of_one_value_raise_as_batch_norm_does():
+    patched = fl.patch_model(nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()))
+    with pytest.raises(ValueError, match="expected 4D input"):
+        patched(torch.randn(4, 6))
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        patched(torch.randn(1, 6, 1, 1))
+
+
+def test_one_batch_norm_called_twice_keeps_the_order_of_its_statistics():
+    def forward(self, x, other):
+        first = self.bn(x)
+        second = self.bn(other)
+        return self.act(first) + second
+
+    model = block(forward, bn=nn.BatchNorm2d(6), act=nn.ReLU())
+    patched = fl.patch_model(twin(model), on_fallback="ignore")
+    assert [r.reason for r in fl.explain(patched).skipped if r.rule == "batch_norm_act"] == [
+        "bn updates the same running statistics in between"
+    ]
+    for m in (model, patched):
+        m(IMAGE, IMAGE * 3 + 1)
+    torch.testing.assert_close(patched.bn.running_mean, model.bn.running_mean)
+
+
+def test_sync_and_quantized_batch_norms_are_left_alone():
+    class Mine(nn.BatchNorm2d):
+        pass
+
+    for bn in (nn.SyncBatchNorm(6), Mine(6)):
+        assert not sites(nn.Sequential(conv(), bn, nn.ReLU()))
+
+
+def test_a_hooked_batch_norm_leaves_the_add_and_says_so():
+    def forward(self, x):
+        return self.act(self.bn(self.conv(x)) + x)
+
+    model = block(forward, conv=conv(), bn=nn.BatchNorm2d(6), act=nn.ReLU())
+    model.bn.register_forward_hook(lambda *a: None)
+    assert sites(model) == [("lone_batch_norm", ("bn",))], "its hook still sees the norm's own output"
+    assert "bn has a hook" in [r.reason for r in fl.explain(model).skipped]
+
+
+# layer norm and RMS norm
+
+
+def test_add_then_norm_where_the_sum_is_read_on():
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+    for kind in (nn.LayerNorm, nn.RMSNorm):
+        model = block(forward, attn=nn.Linear(6, 6), mlp=nn.Linear(6, 6), norm1=kind(6), norm2=kind(6))
+        check(model, ROWS, ("add_norm", ("norm2",)), ("lone_norm", ("norm1",)))
+
+
+def test_add_then_norm_where_only_the_norm_is_read():
+    model = block(lambda self, x: self.norm(self.fc(x) + x), fc=nn.Linear(6, 6), norm=nn.LayerNorm(6))
+    check(model, ROWS, ("add_norm", ("norm",)))
+
+
+def test_norms_of_every_setting_and_a_broadcast_sum():
+    for norm in (
+        nn.LayerNorm(6, elementwise_affine=False),
+        nn.LayerNorm(6, bias=False, eps=1e-3),
+        nn.LayerNorm((7, 6)),
+        nn.RMSNorm(6, eps=1e-3),
+        nn.RMSNorm(6, elementwise_affine=False),
+    ):
+        model = block(lambda self, x: self.norm(self.fc(x) + x), fc=nn.Linear(6, 6), norm=norm)
+        check(model, ROWS, ("add_norm", ("norm",)))
+    model = block(
+        lambda self, x: self.norm(self.fc(x) + x.mean(1, keepdim=True)), fc=nn.Linear(6, 6), norm=nn.LayerNorm(6)
+    )
+    check(model, ROWS, ("add_norm", ("norm",)))
+
+
+def test_a_sum_overwritten_before_the_norm_is_left_alone():
+    def forward(self, x):
+        total = self.fc(x) + x
+        total.mul_(2)
+        return self.norm(total)
+
+    model = block(forward, fc=nn.Linear(6, 6), norm=nn.LayerNorm(6))
+    patched = fl.patch_model(twin(model), on_fallback="raise")
+    assert [r for r, _ in sites(patched)] == ["lone_norm"]
+    assert_same(patched, model, ROWS)
+
+
+def test_a_lone_norm_subclass_stays():
+    class Channels(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.transpose(-1, -2)).transpose(-1, -2)
+
+    model = nn.Sequential(nn.Linear(6, 7), Channels(7))
+    patched = fl.patch_model(twin(model))
+    assert type(patched[1]) is Channels
+
+
+# residual branches
+
+
+def test_layer_scale_dropout_and_add():
+    def gamma(self, x):
+        return x + self.drop(self.gamma * self.fc(x))
+
+    def functional(self, x):
+        return F.dropout(self.fc(x), 0.5, self.training) + x
+
+    model = block(gamma, fc=nn.Linear(6, 6), drop=nn.Dropout(0.3), gamma=nn.Parameter(torch.rand(6)))
+    check(model, ROWS, ("scale_residual", ("drop",)))
+    check(block(functional, fc=nn.Linear(6, 6)), ROWS, ("scale_residual", ("",)))
+
+
+def test_a_gate_computed_by_the_model():
+    def forward(self, x):
+        gate = self.ada(x.mean(1)).unsqueeze(1)
+        return x + gate * self.fc(x)
+
+    check(block(forward, fc=nn.Linear(6, 6), ada=nn.Linear(6, 6)), ROWS, ("scale_residual", ("",)))
+
+
+def test_dropout_at_zero_is_seen_through_and_pinned():
+    def forward(self, x):
+        return self.norm(self.drop(self.fc(x)) + x)
+
+    model = block(forward, fc=nn.Linear(6, 6), drop=nn.Dropout(0.0), norm=nn.LayerNorm(6))
+    patched = check(model, ROWS, ("add_norm", ("norm", "drop")))
+    fl.unpatch_model(patched)
+    fl.patch_model(patched, on_fallback="ignore")
+    patched.drop.p = 0.9
+    torch.manual_seed(0)
+    got = patched.train()(ROWS)
+    model.drop.p = 0.9
+    torch.manual_seed(0)
+    torch.testing.assert_close(got, model.train()(ROWS))
+    assert fl.explain(patched).fallbacks[""] == {"drop.p has changed": 1}
+
+
+def test_dropout_is_not_moved_past_other_randomness():
+    def forward(self, x):
+        a = self.drop(self.fc(x))
+        b = self.other(x)
+        return a + b
+
+    model = block(forward, fc=nn.Linear(6, 6), drop=nn.Dropout(0.5), other=nn.Dropout(0.5))
+    patched = fl.patch_model(twin(model), on_fallback="raise")
+    assert sites(patched) == [("scale_residual", ("other",))]
+    torch.manual_seed(0)
+    want = model(ROWS)
+    torch.manual_seed(0)
+    torch.testing.assert_close(patched(ROWS), want)
+
+
+def test_an_in_place_add_into_the_input_is_left_alone():
+    def forward(self, x):
+        x += self.drop(self.fc(x))
+        return x
+
+    model = block(forward, fc=nn.Linear(6, 6), drop=nn.Dropout(0.5))
+    assert [r.reason for r in fl.explain(model).skipped] == [
+        "sum overwrites a value that others may read"
+    ] or not sites(model)
+    x = ROWS.clone()
+    fl.patch_model(model)(x)
+    assert not torch.equal(x, ROWS), "the caller's tensor is overwritten, as in the original"
+
+
+# MLPs
+
+
+def test_mlp_with_and_without_dropout_between():
+    def forward(self, x):
+        return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
+
+    for p, expected in ((0.0, [("mlp", ("fc1", "act", "fc2", "drop1"))]), (0.5, [("linear_act", ("fc1", "act"))])):
+        children = {"fc1": nn.Linear(6, 9), "act": nn.GELU(), "fc2": nn.Linear(9, 6)}
+        model = block(forward, drop1=nn.Dropout(p), drop2=nn.Dropout(p), **children)
+        check(model, ROWS, *expected)
+
+
+def test_gated_mlps_and_what_is_left_of_one_with_an_adapter():
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+    children = {"act": nn.SiLU(), "gate": nn.Linear(6, 9, bias=False), "down": nn.Linear(9, 6, bias=False)}
+    model = block(forward, up=nn.Linear(6, 9, bias=False), **children)
+    check(model, ROWS, ("gated_mlp", ("up", "gate", "act", "down")))
+    adapter = block(forward, up=nn.Sequential(nn.Linear(6, 9), nn.Identity()), **children)
+    report = fl.explain(adapter)
+    assert [(r.rule, r.modules) for r in report.reduced] == [("gated_act", ("act",))]
+    assert "not exactly a Linear" in report.reduced[0].reason
+    assert_same(fl.patch_model(twin(adapter), on_fallback="raise"), adapter, ROWS)

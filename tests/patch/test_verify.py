@@ -1,0 +1,156 @@
+"""`verify`: passes what is right, fails what is wrong with the module to blame, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import fusedlayers as fl
+from fusedlayers.patch import VerificationError
+from fusedlayers.patch import rule as registry
+from fusedlayers.patch.pattern import act, leaf, value
+
+from .models import MLP, network
+
+X = torch.randn(5, 8)
+
+
+@pytest.fixture
+def _own_rules(monkeypatch):
+    monkeypatch.setattr(registry, "_rules", dict(registry._rules))
+
+
+def wrong_rule(op):
+    class Wrong(fl.Rule):
+        pattern = act("act")(leaf("fc", nn.Linear)(value("x")))
+
+        def fuse(self, m):
+            return m.call(op, m.fc, m.act, m.x)
+
+    return Wrong()
+
+
+def test_right_in_both_modes_with_dropout_and_running_statistics():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), MLP(), nn.LayerNorm(8))
+    fl.patch_model(model, on_fallback="raise")
+    for mode in (True, False):
+        report = fl.verify(model.train(mode), X)
+        assert report, str(report)
+        assert report.reference == "float64" and report.sites == 3 and not report.fallbacks
+        assert {c.kind for c in report.comparisons} == {"output", "input gradient", "parameter gradient", "buffer"}
+    assert "ok; 3 patched modules" in str(report)
+
+
+@pytest.mark.usefixtures("_own_rules")
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda fc, activation, x: activation(fc(x)) * 1.001,
+        lambda fc, activation, x: activation(fc(x) + (fc.weight.sum() - fc.weight.sum().detach())),
+        lambda fc, activation, x: activation(fc(x)).double(),
+        lambda fc, activation, x: activation(nn.functional.linear(x, fc.weight.detach(), fc.bias)),
+        lambda fc, activation, x: activation(fc(x)) + torch.rand(1) * 1e-3,
+    ],
+    ids=["value", "gradient", "dtype", "missing gradient", "randomness"],
+)
+def test_wrong_and_whose_fault_it_is(op):
+    model = nn.Sequential(MLP(), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8))
+    wrong = fl.patch_model(model[1], rules=[wrong_rule(op)])
+    assert wrong is model[1]
+    fl.patch_model(model, rules=["linear_act"])
+    report = fl.verify(model, X)
+    assert not report and not report.ok
+    assert report.worst == "1"
+    with pytest.raises(VerificationError, match="FAILED"):
+        report.raise_if_failed()
+
+
+@pytest.mark.usefixtures("_own_rules")
+def test_a_patched_model_that_raises():
+    def raises(fc, activation, x):
+        raise RuntimeError("boom")
+
+    model = fl.patch_model(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), rules=[wrong_rule(raises)])
+    assert "only the patched model raises RuntimeError: boom" in str(fl.verify(model, X))
+
+
+def test_errors_of_the_original_are_the_callers():
+    model = fl.patch_model(network())
+    with pytest.raises(RuntimeError):
+        fl.verify(model, torch.randn(5, 7))
+
+
+def test_the_model_is_left_as_it_was():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
+    fl.patch_model(model)
+    model(X).sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    objects = [p.grad for p in model.parameters()]
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    buffers = dict(model.named_buffers())
+    rng, python = torch.get_rng_state(), random.getstate()
+    classes = [type(m) for m in model.modules()]
+    x = X.clone().requires_grad_()
+    assert fl.verify(model, x)
+    assert x.grad is None
+    assert all(p.grad is g and torch.equal(g, b) for p, g, b in zip(model.parameters(), objects, grads, strict=True))
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(b is buffers[n] for n, b in model.named_buffers())
+    assert torch.equal(torch.get_rng_state(), rng) and random.getstate() == python
+    assert [type(m) for m in model.modules()] == classes
+    assert not fl.explain(model).fallbacks
+
+
+def test_nothing_patched():
+    report = fl.verify(network(), X)
+    assert report and "nothing to compare" in str(report)
+
+
+def test_sites_that_ran_unfused_are_said():
+    model = fl.patch_model(network(), on_fallback="ignore")
+    model[2].act = nn.Tanh()
+    report = fl.verify(model, X)
+    assert report.ok and report.fallbacks == {"2": {"act has been replaced": 1}}
+    assert "ran unfused" in str(report)
+    assert not fl.explain(model).fallbacks, "verify's own runs are not the user's"
+
+
+def test_forward_only_rtol_and_keyword_inputs():
+    model = fl.patch_model(MLP())
+    report = fl.verify(model, X, mask=torch.rand(8), backward=False)
+    assert report and {c.kind for c in report.comparisons} == {"output"}
+    assert fl.verify(model, X, rtol=1e-3).reference == "the original"
+    assert not fl.verify(model, X, rtol=0.0) or all(c.error == 0 for c in fl.verify(model, X, rtol=0.0).comparisons)
+
+
+def test_under_autocast_and_in_half_precision():
+    model = fl.patch_model(network())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fl.verify(model, X)
+    assert fl.verify(model.bfloat16(), X.bfloat16())
+
+
+def test_reentrant_checkpointing():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=True)
+
+    assert fl.verify(fl.patch_model(Checkpointed()), X)
+
+
+def test_the_report_is_json():
+    data = json.loads(json.dumps(fl.verify(fl.patch_model(network()), X).to_dict()))
+    assert data["ok"] is True and data["reference"] == "float64" and len(data["comparisons"]) > 10
+
+
+def test_the_wrong_thing_to_verify():
+    with pytest.raises(TypeError, match="expected a torch"):
+        fl.verify(3, X)
