@@ -4,7 +4,7 @@ from . import activations as _activations
 from . import functional, nn
 from .activations import Activation
 from .nn import *  # noqa: F403
-from .patch import PatchReport, Rule, explain, patch_model, register_rule, rules, unpatch_model, verify
+from .patch import PatchReport, Rule, explain, patch_model, register_rule, rules, tune, unpatch_model, verify
 from .settings import settings
 
 __version__ = "0.1.0"
@@ -17,4 +17,5 @@ def activations() -> list[str]:
 
 __all__ = ["Activation", "activations", "functional", "settings"]
 __all__ += nn.__all__
-__all__ += ["PatchReport", "Rule", "explain", "patch_model", "register_rule", "rules", "unpatch_model", "verify"]
+__all__ += ["PatchReport", "Rule", "explain", "patch_model", "register_rule", "rules", "tune", "unpatch_model"]
+__all__ += ["verify"]

@@ -5,8 +5,9 @@ Every op asks `pick` once per call. Whatever traces, transforms or intercepts a 
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,15 @@ failures: dict[str, str] = {}
 
 own_modes = 0
 """Dispatch modes that only count, set by `fusedlayers.inspect`: beside them a call takes its usual route."""
+
+
+class _Held(threading.local):
+    """The routes by op that a saved plan gives the patched module whose forward this thread is in."""
+
+    routes: Mapping[str, str] | None = None
+
+
+held = _Held()
 
 
 def intercepted() -> str | None:
@@ -96,6 +106,12 @@ def pick(
         RuntimeError: the Triton route is forced and cannot run, with the reason.
     """
     wanted = settings.route
+    if held.routes is not None and wanted == "auto":
+        planned = held.routes.get(op)
+        if planned == "reference":
+            return planned, None
+    else:
+        planned = None
     if wanted == "reference" or intercepted() is not None:
         return "reference", None
     found = obstacle(tensors) or failures.get(op) or kernels.unavailable() or plan()
@@ -103,9 +119,9 @@ def pick(
         if wanted == "triton":
             raise RuntimeError(f"{op}: route 'triton' was forced and cannot run: {found}")
         return "reference", None
-    if wanted == "library":
+    if wanted == "library" or planned == "library":
         return ("library" if library else "reference"), found
-    if wanted == "triton":
+    if wanted == "triton" or planned == "triton":
         return "triton", found
     return _table.choose(op, tensors, "triton" if auto is None else auto(found)), found
 

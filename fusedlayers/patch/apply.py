@@ -12,12 +12,13 @@ import os
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from ..ops import _route
 from . import guards, trace
 from .codegen import compile_source, generate
 from .guards import MARK, STATE, Site, is_patched
@@ -46,15 +47,20 @@ _process = f"{os.getpid()}-{uuid.uuid4().hex}"
 _numbers = itertools.count()
 
 
-def patched_class(original: type, rewritten: Rewritten, rules: Iterable[str]) -> type:
+def patched_class(
+    original: type, rewritten: Rewritten, rules: Iterable[str], routes: Mapping[str, str] | None = None
+) -> type:
     """The subclass of `original` with the rewritten forward; one class for all modules that come out the same.
+
+    `routes` by op are those of a saved plan, which its calls then take.
 
     Raises:
         Untraceable: the class does not let itself be subclassed.
     """
     forward = trace.forward_of(original)
     generated = generate(rewritten.signature, rewritten.variants)
-    key = (original, original.forward, generated.key, tuple(rewritten.found))
+    routes = dict(routes or {})
+    key = (original, original.forward, generated.key, tuple(rewritten.found), tuple(sorted(routes.items())))
     cls = _classes.get(key)
     if cls is None:
         number = next(_numbers)
@@ -65,10 +71,11 @@ def patched_class(original: type, rewritten: Rewritten, rules: Iterable[str]) ->
             "_note": guards.note,
         }
         scope = compile_source(generated, f"<fusedlayers {original.__qualname__} {number}>", extra)
-        made = scope["forward"]
+        made = _on_routes(scope["forward"], routes) if routes else scope["forward"]
         for name in ("__module__", "__qualname__", "__doc__", "__annotations__"):
             setattr(made, name, getattr(forward.function, name))
-        made.__kwdefaults__ = forward.function.__kwdefaults__
+        if not routes:
+            made.__kwdefaults__ = forward.function.__kwdefaults__
         info = ClassInfo(
             original, generated.source, tuple(rewritten.found), tuple(rules), rewritten.counts, f"{_process}-{number}"
         )
@@ -86,6 +93,22 @@ def patched_class(original: type, rewritten: Rewritten, rules: Iterable[str]) ->
             raise Untraceable(f"{original.__qualname__} cannot be subclassed ({error})") from error
         _classes[key] = _by_token[info.token] = cls
     return cls
+
+
+def _on_routes(forward: Callable[..., Any], routes: dict[str, str]) -> Callable[..., Any]:
+    """`forward` with its ops on these routes, in this thread and for this call."""
+
+    def on_routes(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _route.is_compiling():  # which sees plain PyTorch in any case
+            return forward(self, *args, **kwargs)
+        before, _route.held.routes = _route.held.routes, routes
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            _route.held.routes = before
+
+    on_routes.__wrapped__ = forward  # its signature, for whoever inspects it
+    return on_routes
 
 
 def swap(module: nn.Module, cls: type, site: Site) -> None:
@@ -161,7 +184,7 @@ def repatch(module: nn.Module, site: Site, rule_names: Iterable[str], found: Ite
         )
         if rewritten is None or not rewritten.fused:
             return False
-        swap(module, patched_class(type(module), rewritten, rule_names), site)
+        swap(module, patched_class(type(module), rewritten, rule_names, site.routes), site)
     except Untraceable:
         return False
     return True

@@ -64,12 +64,12 @@ def patch_model(
     for item in planned:
         if not item.rewritten.fused:
             continue
+        routes = {} if saved is None else saved.routes.get(item.name, {})
         try:
-            cls = apply.patched_class(type(item.module), item.rewritten, [r.name for r in chosen])
+            cls = apply.patched_class(type(item.module), item.rewritten, [r.name for r in chosen], routes)
         except Untraceable as reason:
             _give_up(item, str(reason))
             continue
-        routes = {} if saved is None else {n: r for n, r in saved.routes.items() if _under(n, item.name)}
         apply.swap(item.module, cls, Site(item.name, on_fallback, routes=routes))
     return model
 
@@ -116,7 +116,3 @@ def _give_up(item: analysis.Planned, reason: str) -> None:
         f if f.status == "skipped" else Found("skipped", f.rule, f.members, reason, f.index)
         for f in item.rewritten.found
     ]
-
-
-def _under(name: str, container: str) -> bool:
-    return not container or name == container or name.startswith(container + ".")

@@ -14,10 +14,10 @@ VERSION = 1
 
 @dataclass
 class PatchPlan:
-    """Sites by dotted name with the rule that fuses each, and the route of those that have one of their own."""
+    """Sites by dotted name with the rules that fuse each, and by patched module the route of each op it calls."""
 
     sites: dict[str, list[str]] = field(default_factory=dict)
-    routes: dict[str, str] = field(default_factory=dict)
+    routes: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, source: PatchPlan | Mapping[str, Any] | str | os.PathLike[str]) -> PatchPlan:
@@ -34,7 +34,7 @@ class PatchPlan:
         if data.get("version") != VERSION:
             raise ValueError(f"this plan has version {data.get('version')!r}; this library reads version {VERSION}")
         sites = {str(name): [str(r) for r in rules] for name, rules in data["sites"].items()}
-        return cls(sites, {str(k): str(v) for k, v in data.get("routes", {}).items()})
+        return cls(sites, {str(name): dict(routes) for name, routes in data.get("routes", {}).items()})
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": VERSION, "sites": self.sites, "routes": self.routes}
