@@ -143,6 +143,7 @@ def test_a_whole_run_equals_the_unpatched_run(precision, tmp_path):
         loaded = cls.load_from_checkpoint(folder / "resumed" / "last.ckpt")
         assert same(dict(loaded.state_dict()), dict(resumed.state_dict()))
         assert bool(fused(module)) == bool(fused(resumed)) == bool(more)
+        assert not fl.explain(module).fallbacks, "patching again for another stage must find nothing left to do"
         assert not fused(loaded)
         results[name] = (scores, load(folder / "last.ckpt"), load(folder / "resumed" / "last.ckpt"))
     (scores, first, last), (scores2, first2, last2) = results.values()

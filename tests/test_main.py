@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from torch import nn
 import fusedlayers as fl
 from fusedlayers import doctor
 from fusedlayers.__main__ import CommandError, build, main, read_input
+from fusedlayers.patch import rule
 
 HERE = "tests.test_main"
 
@@ -26,18 +26,22 @@ def embedded() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(100, 4), nn.Linear(4, 8), nn.GELU())
 
 
-CALLS = itertools.count(1)
-
-
-class Wrong(nn.Module):
-    """Gives another result on each call, so that nothing can equal it."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = mlp()
-
+class Half(nn.Module):
     def forward(self, x):
-        return self.net(x) * float(next(CALLS))
+        return x / 2
+
+
+class HalfWrong(fl.Rule):
+    """A rule that a user got wrong."""
+
+    target = Half
+
+    def fuse(self, m):
+        return m.call(torch.mul, m.inputs["x"], 2)
+
+
+def wrong() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), Half())
 
 
 class Space:
@@ -74,10 +78,12 @@ def test_verify_passes_on_a_model_that_is_right(model, options, capsys):
     assert capsys.readouterr().out
 
 
-def test_verify_fails_on_a_model_that_is_not(capsys):
-    assert main(["verify", f"{HERE}:Wrong", "--device", "cpu", "--input", "3x4"]) == 1
-    capsys.readouterr()
-    assert main(["verify", f"{HERE}:Wrong", "--device", "cpu", "--input", "3x4", "--json"]) == 1
+def test_verify_fails_on_a_model_that_is_not(capsys, monkeypatch):
+    monkeypatch.setattr(rule, "_rules", dict(rule._rules))
+    fl.register_rule(HalfWrong)
+    assert main(["verify", f"{HERE}:wrong", "--device", "cpu", "--input", "3x4"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+    assert main(["verify", f"{HERE}:wrong", "--device", "cpu", "--input", "3x4", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["ok"] is False
 
 
