@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def summary(out: Path, outputs: dict[str, str]) -> str:
     lines = []
     for part in ("tests", "sanitizer"):
         if part in outputs:
-            shown = [x for x in outputs[part].splitlines() if x.startswith(("FAILED", "ERROR")) or " in " in x]
+            shown = [x for x in outputs[part].splitlines() if re.match(r"FAILED|ERROR|\d+ (passed|failed|error)", x)]
             lines += [f"== {part}", *(x[:230] for x in shown[-24:])]
     for path in sorted(out.glob("*.json")):
         try:

@@ -229,10 +229,9 @@ def grid_cases() -> list[Case]:
 
 
 def _grid() -> Iterator[Case]:
-    sizes = ((1, 256), (64, 512), (1024, 1024), (8192, 1024), (65536, 512))
+    sizes = ((1, 256), (64, 512), (8192, 1024), (65536, 512))
     for dtype in ("bf16", "fp32"):
         for rows, cols in sizes:
-            yield affine_act(rows, cols, dtype, "relu")
             yield affine_act(rows, cols, dtype, "gelu")
             yield linear_act(rows, cols, cols, dtype, "relu")
             yield linear_act(rows, cols, cols, dtype, "gelu")
@@ -242,7 +241,7 @@ def _grid() -> Iterator[Case]:
             yield rms_norm(rows, cols, dtype)
             yield scale_residual(rows, cols, dtype)
             yield scale_residual(rows, cols, dtype, scale=False, dropout=0.1)
-        for n, c, size in ((1, 64, 8), (8, 64, 28), (64, 256, 28), (256, 512, 7), (256, 64, 56)):
+        for n, c, size in ((1, 64, 8), (64, 256, 28), (256, 512, 7), (256, 64, 56)):
             yield batch_norm_act(n, c, size, dtype)
             yield batch_norm_act(n, c, size, dtype, residual=True)
             yield group_norm_act(n, c, size, dtype)

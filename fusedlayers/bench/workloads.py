@@ -110,6 +110,5 @@ def variant(name: str, model: nn.Module, record: dict[str, Any]) -> nn.Module:
         found = explain(made)
         record["sites"] = {kind: len(getattr(found, kind)) for kind in ("fused", "reduced", "skipped")}
     if "compile" in name:
-        torch._dynamo.reset()
         made = torch.compile(made)
     return made
