@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,9 +20,9 @@ Result = Tensor | tuple[Tensor, Tensor]
 Dtypes = tuple[torch.dtype, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Norm:
-    """Which norm a call asks for; `layer_norm` and `rms_norm` each say how torch computes theirs.
+    """Which norm a call asks for; `layer_norm` and `rms_norm` each say how torch computes theirs. `of` makes them.
 
     Attributes:
         shape: the normalised dims.
@@ -39,6 +40,18 @@ class Norm:
     offset: float = 0.0
     cast_before_weight: bool = False
 
+    @classmethod
+    def of(cls, shape: Sequence[int], *settings: Any) -> Norm:
+        """The one object of these settings, so that calls look their plan up by it."""
+        # a shape that torch would not take either stays what it is, for the reference to raise
+        shape = tuple(shape) if isinstance(shape, (tuple, list)) else shape
+        if not _route.is_compiling():
+            try:
+                return _kept_norm(cls, shape, *settings)
+            except TypeError:  # symbolic sizes have no hash
+                pass
+        return cls(shape, *settings)
+
     def reference(self, s: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The torch expression of the norm of `s`."""
         raise TypeError(f"{type(self).__name__} has no reference")
@@ -46,6 +59,11 @@ class Norm:
     def result_dtype(self, s: torch.dtype, params: Dtypes, device: str, autocast: bool) -> torch.dtype | str:
         """The dtype of `reference` for these of `s` and of the parameters, or why the kernels cannot give it."""
         raise TypeError(f"{type(self).__name__} has no dtype rule")
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept_norm(cls: type[Norm], *settings: Any) -> Norm:
+    return cls(*settings)
 
 
 def row_norm(norm: Norm, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Result:
@@ -106,7 +124,8 @@ class _Call:
 
     def __init__(self, norm: Norm, x: tuple, residual: tuple | None, y_dtype: torch.dtype) -> None:
         self.norm, self.y_dtype = norm, y_dtype
-        self.shape, x_stride, self.x_dtype = x
+        shape, x_stride, self.x_dtype = x
+        self.shape = tuple(shape)  # torch takes a tuple faster than a torch.Size
         self.residual_dtype = None if residual is None else residual[2]
         self.s_dtype = self.x_dtype if residual is None else torch.promote_types(self.x_dtype, residual[2])
         self.dtype = compute_dtype(self.s_dtype)
@@ -183,6 +202,8 @@ class _Call:
 
     def _rows(self, t: Tensor) -> tuple[Tensor, int]:
         """A tensor whose rows lie one step apart, and that step."""
+        if t.is_contiguous():
+            return t, self.N
         step = row_step(self.shape, t.stride(), len(self.norm.shape))
         return (t.contiguous(), self.N) if step is None else (t, step)
 

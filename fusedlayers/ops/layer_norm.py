@@ -28,11 +28,10 @@ def layer_norm(
     `out_dtype` is for a norm whose readers all cast down to it, as they do under autocast: written in that dtype at
     once, the value is rounded once, as before, and the pass that casts it is saved.
     """
-    shape = tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else normalized_shape
-    return row_norm(_LayerNorm(shape, eps, out_dtype), x, residual, weight, bias)
+    return row_norm(_LayerNorm.of(normalized_shape, eps, out_dtype), x, residual, weight, bias)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _LayerNorm(Norm):
     op = "layer_norm"
     center = True

@@ -33,11 +33,12 @@ def rms_norm(
         cast_before_weight: `weight * xhat.to(x.dtype)`, as LlamaRMSNorm has it; the dtype is what that promotes to.
         out_dtype: the result's dtype; see `layer_norm`.
     """
-    shape = tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else normalized_shape
-    return row_norm(_RMSNorm(shape, eps, out_dtype, offset, cast_before_weight), x, residual, weight, None)
+    return row_norm(
+        _RMSNorm.of(normalized_shape, eps, out_dtype, offset, cast_before_weight), x, residual, weight, None
+    )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _RMSNorm(Norm):
     op = "rms_norm"
     center = False

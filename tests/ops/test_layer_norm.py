@@ -310,6 +310,25 @@ def test_an_edited_tensor_raises_as_in_eager(edited, device):
             y.sum().backward()
 
 
+def test_outputs_edited_in_place(device):
+    """The norm may be edited before backward; the sum, which backward reads, may not."""
+    results = []
+    for fn in both((20,)):
+        inputs = operands(6, 20, device=device)
+        y, s = fn(*inputs)
+        results.append(torch.autograd.grad(y.relu_().square().sum(), inputs, retain_graph=True))
+        with torch.no_grad():
+            s.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    torch.testing.assert_close(*results)
+
+
+def test_one_tensor_as_input_and_residual(device):
+    x, w, b, _ = operands(6, 20, device=device)
+    compare(*(lambda x, w, b, fn=fn: fn(x, w, b, x) for fn in both((20,))), (x, w, b))
+
+
 def test_no_grad_keeps_nothing(device):
     x, w, b, r = operands(6, 20, device=device)
     with torch.no_grad():
