@@ -67,7 +67,8 @@ class Launch:
         if _INTERPRETED:
             if 0 not in self.grid:
                 options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-                self.kernel[self.grid](*pointers, *numbers, *self.rest, **options)
+                with _build_lock:  # the interpreter keeps its grid and patched functions in globals
+                    self.kernel[self.grid](*pointers, *numbers, *self.rest, **options)
             return
         addresses, bits, device = [], 0, -1
         for p in pointers:
