@@ -12,6 +12,7 @@ from .ops import affine_act as _affine_act
 from .ops import batch_norm_act as _batch_norm_act
 from .ops import gated_act as _gated_act
 from .ops import gated_mlp as _gated_mlp
+from .ops import group_norm_act as _group_norm_act
 from .ops import layer_norm as _layer_norm
 from .ops import linear_act as _linear_act
 from .ops import mlp as _mlp
@@ -26,6 +27,7 @@ __all__ = [
     "fused_relu",
     "gated_act",
     "gated_mlp",
+    "group_norm_act",
     "layer_norm",
     "linear_act",
     "mlp",
@@ -319,3 +321,33 @@ def gated_mlp(
     """
     weights, biases = (w_gate, w_up, w_down), (b_gate, b_up, b_down)
     return _gated_mlp.gated_mlp(x, weights, biases, activations.get(activation), gate_first)
+
+
+def group_norm_act(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: ActivationLike = "silu",
+) -> Tensor:
+    """`act(group_norm(x))`, the norm and the activation in one pass where a group fits a block, else two reads.
+
+    Args:
+        x: `(N, C, *)`, any float dtype, contiguous or channels last without a copy; the result is laid out alike.
+        num_groups: groups of adjacent channels, each normalised on its own.
+        weight, bias: `(C,)` or `None`.
+        eps: added to the variance.
+        activation: a name, an `Activation` or a torch activation module.
+
+    Returns:
+        Shape of `x`, dtype of `act(F.group_norm(x, ...))`: float32 under CUDA autocast.
+
+    Raises:
+        RuntimeError: sizes, dtypes or devices do not fit, as `F.group_norm` raises.
+        ValueError: one value per group, as `F.group_norm` raises; unknown activation.
+
+    >>> group_norm_act(torch.tensor([[1.0, 3.0, 0.0, 4.0]]), 2, eps=0.0, activation="relu")
+    tensor([[0., 1., 0., 1.]])
+    """
+    return _group_norm_act.group_norm_act(x, num_groups, weight, bias, eps, activations.get(activation))

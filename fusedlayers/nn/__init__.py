@@ -3,6 +3,7 @@
 from .affine import FusedAffine, FusedAffineReLU
 from .batch_norm import FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d
 from .gated import FusedGatedMLP
+from .group_norm import FusedGroupNormAct
 from .linear import FusedLinear, FusedLinearGELU, FusedLinearReLU, FusedLinearSiLU
 from .mlp import FusedMLP
 from .norm import FusedLayerNorm, FusedRMSNorm
@@ -15,6 +16,7 @@ __all__ = [
     "FusedBatchNormAct2d",
     "FusedBatchNormAct3d",
     "FusedGatedMLP",
+    "FusedGroupNormAct",
     "FusedLayerNorm",
     "FusedLinear",
     "FusedLinearGELU",
