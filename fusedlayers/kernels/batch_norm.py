@@ -102,9 +102,9 @@ def _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT: tl.constexpr,
     mean = _over_tile(n * lane, ROW) / total
     off = lane - mean[None, :]
     m2 = _over_tile(s2 - s1 * share + n * off * off, ROW)
-    if ROW:
-        return first + mean, m2
-    return tl.sum(first, axis=0) + mean, m2
+    if not ROW:
+        first = tl.sum(first, axis=0)
+    return first + mean, m2
 
 
 @triton.jit
