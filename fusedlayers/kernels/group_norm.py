@@ -28,10 +28,11 @@ def _entities(pid, C, E, BE: tl.constexpr, ROW: tl.constexpr):
     if ROW:
         e = pid.to(tl.int64) * BE + tl.arange(0, BE)
         return e, e < E, pid.to(tl.int64) * 0
-    tiles = tl.cdiv(C, BE)
-    n = (pid // tiles).to(tl.int64)
-    c = (pid % tiles) * BE + tl.arange(0, BE)
-    return n * C + c, c < C, n
+    else:
+        tiles = tl.cdiv(C, BE)
+        n = (pid // tiles).to(tl.int64)
+        c = (pid % tiles) * BE + tl.arange(0, BE)
+        return n * C + c, c < C, n
 
 
 @triton.jit
@@ -39,7 +40,8 @@ def _at(e, in_e, n, s, end, C, S, ROW: tl.constexpr):
     """Offsets and mask of positions s of the entities, as a tile."""
     if ROW:
         return e[:, None] * S + s[None, :], in_e[:, None] & (s < end)[None, :]
-    return (n * S + s)[:, None] * C + (e - n * C)[None, :], (s < end)[:, None] & in_e[None, :]
+    else:
+        return (n * S + s)[:, None] * C + (e - n * C)[None, :], (s < end)[:, None] & in_e[None, :]
 
 
 @triton.jit
