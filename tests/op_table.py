@@ -24,8 +24,8 @@ REPRESENTATIVE = ("gelu", "relu", "softplus")
 """Input kept; output kept; settings of its own and float32 under CUDA's autocast."""
 
 JUMPS = frozenset(
-    ("gelu_clipped", "hard_mish", "hard_sigmoid", "hard_swish", "hardshrink", "hardsigmoid", "hardswish", "hardtanh")
-    + ("leaky_relu", "relu", "relu6", "rrelu", "selu", "softshrink", "threshold")
+    {"gelu_clipped", "hard_mish", "hard_sigmoid", "hard_swish", "hardshrink", "hardsigmoid", "hardswish", "hardtanh"}
+    | {"leaky_relu", "relu", "relu6", "rrelu", "selu", "softshrink", "threshold"}
 )
 """Activations whose value or slope jumps. Half precision may round two nearly equal values to either side of it."""
 

@@ -121,7 +121,8 @@ def test_edits_between_forward_and_backward(op: Op, act, device):
             try:
                 outcomes.append(torch.autograd.grad(outs, inputs, incoming))
             except RuntimeError as error:
-                assert "modified by an inplace operation" in str(error)
+                if "modified by an inplace operation" not in str(error):
+                    raise
                 outcomes.append(None)
         if (op.name, act, victim) in STRICTER and outcomes[0] is None:
             continue
