@@ -17,7 +17,7 @@ from tests.harness import FLOATS, LAYOUTS, compare, laid_out, randn
 pytestmark = pytest.mark.usefixtures("forced")
 
 NORMS = {"layer_norm": (layer_norm, F.layer_norm)}
-SIZES = [(1, 1), (3, 1), (1, 33), (3, 17), (17, 33), (33, 513), (1000, 3), (5, 1001), (2, 4100)]
+SIZES = [(1, 1), (3, 1), (1, 33), (3, 17), (17, 33), (33, 513), (1000, 3), (5, 1001), (2, 2050)]
 SHAPES = [((7,), 1), ((4, 6), 2), ((2, 3, 5), 1), ((2, 3, 4, 5), 2), ((3, 2, 1, 4), 3), ((2, 0, 5), 1), ((4, 0), 1)]
 NEEDS = [tuple((n >> i) & 1 for i in range(4)) for n in range(16)]
 
@@ -186,7 +186,7 @@ def test_long_rows_of_every_requires_grad(needs, device, short_chunks):
 
 
 def test_rows_longer_than_registers_hold(device):
-    inputs = operands(2, 16500, torch.bfloat16, device)
+    inputs = operands(2, 16500, torch.bfloat16, device, needs=(1, 0, 0, 1))
     compare(*both((16500,)), inputs)
 
 
@@ -264,8 +264,8 @@ def test_out_dtype(device):
 
 
 def test_higher_derivatives(device):
-    x, w, b, r = operands(3, 4, torch.float64, device)
-    fn = functools.partial(layer_norm, normalized_shape=(4,))
+    x, w, b, r = operands(2, 3, torch.float64, device)
+    fn = functools.partial(layer_norm, normalized_shape=(3,))
     for inputs in ((x, w, b), (x, w, b, r)):
         call = lambda x, w, b, r=None: fn(x, weight=w, bias=b, residual=r)  # noqa: E731
         assert torch.autograd.gradcheck(call, inputs)

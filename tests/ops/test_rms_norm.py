@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and:UserWarning"),
 ]
 
-SIZES = [(1, 1), (3, 1), (1, 33), (3, 17), (17, 33), (33, 513), (1000, 3), (5, 1001), (2, 4100)]
+SIZES = [(1, 1), (3, 1), (1, 33), (3, 17), (17, 33), (33, 513), (1000, 3), (5, 1001), (2, 2050)]
 NEEDS = [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1), (0, 0, 0)]
 
 
@@ -217,13 +217,13 @@ def _low(x, dtype):
 
 
 def test_higher_derivatives(device):
-    x, w, r = operands(3, 4, torch.float64, device)
+    x, w, r = operands(2, 3, torch.float64, device)
     for settings in ({}, {"offset": 1.0}, {"cast_before_weight": True}):
         for inputs in ((x, w), (x, w, r)):
-            call = lambda x, w, r=None, kw=settings: form(x, (4,), w, 1e-3, r, **kw)  # noqa: E731
+            call = lambda x, w, r=None, kw=settings: form(x, (3,), w, 1e-3, r, **kw)  # noqa: E731
             assert torch.autograd.gradcheck(call, inputs)
             assert torch.autograd.gradgradcheck(call, inputs)
-    assert torch.autograd.gradgradcheck(lambda x: rms_norm(x, (4,)), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: rms_norm(x, (3,)), (x,))
 
 
 def test_backward_twice_is_identical(device):
