@@ -13,7 +13,7 @@ from torch import Tensor
 from ..activations import Activation
 from ..kernels import KernelError, load
 from . import _route
-from ._autograd import needs_grad
+from ._autograd import direct, needs_grad
 from ._dtypes import activated, compute_dtype, promoted, triton_dtype
 from ._layout import Coefficients, coefficients, with_strides
 from ._tiling import MERGED as _MERGED
@@ -47,7 +47,7 @@ def batch_norm_act(
         if route == "triton":
             try:
                 if needs_grad(*tensors):
-                    return _BatchNormAct.apply(*tensors, momentum, call)[0]
+                    return _apply(*tensors, momentum, call)[0]
                 return call.forward(*tensors, momentum)[0]
             except KernelError as error:
                 _route.failed(OP, error)
@@ -86,6 +86,9 @@ class _BatchNormAct(torch.autograd.Function):
         except KernelError as error:
             _route.failed(OP, error)
             return call.composite(*saved, needs, g, None, None)
+
+
+_apply = direct(_BatchNormAct)
 
 
 class _Call:
