@@ -24,14 +24,15 @@ _fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 def gemm_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype | None:
     """The dtype `F.linear` multiplies in: autocast's inside autocast, else the common one; `None` if they differ."""
-    tensors = [x, *(t for t in others if t is not None)]
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        low = torch.get_autocast_dtype(kind)
-        found = {t.dtype if t.dtype == torch.float64 else low for t in tensors}
-    else:
-        found = {t.dtype for t in tensors}
-    return found.pop() if len(found) == 1 else None
+    dtype = x.dtype
+    autocast = torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
+    if autocast and dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+    for t in others:
+        # autocast leaves float64 alone, and casts all others to its own
+        if t is not None and t.dtype is not dtype and not (autocast and torch.float64 not in (t.dtype, dtype)):
+            return None
+    return dtype
 
 
 def activated_dtype(act: Activation, dtype: torch.dtype, device_type: str) -> torch.dtype:
@@ -43,7 +44,7 @@ def activated_dtype(act: Activation, dtype: torch.dtype, device_type: str) -> to
 
 def cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors in `dtype`, recorded by autograd as autocast's own casts are, so gradients return in theirs."""
-    return [t if t is None or t.dtype == dtype else t.to(dtype) for t in tensors]
+    return [t if t is None or t.dtype is dtype else t.to(dtype) for t in tensors]
 
 
 def tf32() -> bool:
@@ -119,9 +120,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-def activate(z: Tensor, act: Activation, dtype: torch.dtype) -> Tensor:
-    """`act(z)` of a contiguous z in one pass."""
-    y = torch.empty_like(z, dtype=dtype)
+def activate(z: Tensor, act: Activation, dtype: torch.dtype, overwrite: bool = False) -> Tensor:
+    """`act(z)` of a contiguous z in one pass, in its place where nobody else needs it."""
+    if z.dtype is dtype:
+        y = z if overwrite else torch.empty_like(z)
+    else:
+        y = torch.empty_like(z, dtype=dtype)
     _activate_launch(z.numel(), z.dtype, dtype, act)(z, y)
     return y
 
@@ -129,7 +133,7 @@ def activate(z: Tensor, act: Activation, dtype: torch.dtype) -> Tensor:
 @functools.lru_cache(maxsize=4096)
 def _activate_launch(numel: int, dtype: torch.dtype, y_dtype: torch.dtype, act: Activation) -> Any:
     device_act = load("activations")
-    block = min(1024, max(16, next_power_of_2(numel)))
+    block = 1024  # never fewer than a block has threads, so that none reads what another has overwritten
     rest = (numel, triton_dtype(compute_dtype(dtype)), device_act.value(act), *device_act.constants(act), block)
     return load("launch").Launch(load("act_bias").activate, (cdiv(numel, block),), rest)
 
@@ -195,7 +199,8 @@ def bias_grad(g: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 def input_grad(dz: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
     """`dz @ weight`, in the shape of the layer's input."""
-    return torch.mm(dz, weight).view(shape)
+    dx = torch.mm(dz, weight)
+    return dx if len(shape) == 2 else dx.view(shape)
 
 
 def weight_grad(dz: Tensor, x: Tensor, weight_stride: tuple[int, int] | None = None) -> Tensor:
@@ -206,16 +211,16 @@ def weight_grad(dz: Tensor, x: Tensor, weight_stride: tuple[int, int] | None = N
 
 
 def pass_tile(M: int, N: int, sums: bool) -> tuple[tuple[int], tuple[int, int], int, int]:
-    """Grid, tile, rows a block walks and blocks along M of the backward pass.
+    """Grid, tile, rows a block walks and blocks along M of a backward pass.
 
-    With sums: enough blocks to fill a GPU several times over, few enough that the second stage reads little.
+    With sums: four blocks on each of 132 multiprocessors, so that the second stage reads little.
     """
-    wide = min(next_power_of_2(N), 256)
-    tall = max(1, min(next_power_of_2(M), 2048 // wide))
+    wide = min(next_power_of_2(N), 128 if sums else 1024)
+    tall = max(1, min(next_power_of_2(M), (2048 if sums else 1024) // wide))
     across = cdiv(N, wide)
     blocks = cdiv(M, tall)
     if sums:
-        blocks = max(1, min(blocks, 1024 // across))
+        blocks = max(1, min(blocks, 528 // across))
     per_block = cdiv(cdiv(M, blocks), tall) * tall
     blocks = cdiv(M, per_block)
     return (blocks * across,), (tall, wide), per_block, blocks

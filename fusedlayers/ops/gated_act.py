@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
-from ..kernels import KernelError, cdiv, load, next_power_of_2
+from ..kernels import KernelError, load
 from . import _gemm, _route
-from ._autograd import needs_grad
+from ._autograd import direct, needs_grad
 from ._dtypes import compute_dtype, promoted, triton_dtype
 from ._layout import Shape, dense_stride, memory_order, with_strides
 
@@ -32,7 +32,7 @@ def gated_act(gate: Tensor, up: Tensor, act: Activation) -> Tensor:
         if route == "triton":
             try:
                 if needs_grad(gate, up):
-                    return _GatedAct.apply(gate, up, plan)
+                    return _apply(gate, up, plan)
                 return plan.forward(gate, up)
             except KernelError as error:
                 _route.failed(OP, error)
@@ -47,11 +47,11 @@ def chunked_reference(x: Tensor, act: Activation, dim: int, gate_first: bool) ->
 def chunked(x: Tensor, act: Activation, dim: int = -1, gate_first: bool = True) -> Tensor:
     """`gated_act` of the halves of `x` along `dim`; backward writes both gradients into one tensor."""
     if not _route.is_compiling():
-        route, plan = _route.pick(OP, (x,), plan=lambda: _chunked_plan(x, act, dim, gate_first))
+        route, plan = _route.pick(OP, (x,), plan=lambda: _chunked_plan(x, act, dim))
         if route == "triton":
             try:
                 if needs_grad(x):
-                    return _Chunked.apply(x, plan, dim, gate_first)
+                    return _apply_chunked(x, plan, dim, gate_first)
                 return plan.forward(*halves(x, dim, gate_first))
             except KernelError as error:
                 _route.failed(OP, error)
@@ -87,7 +87,7 @@ class _GatedAct(torch.autograd.Function):
         if not torch.is_grad_enabled():
             try:
                 grads = [
-                    torch.empty_strided(g.shape, ctx.plan.stride, dtype=dtype, device=g.device) if need else None
+                    torch.empty_strided(g.shape, ctx.plan.grad_stride, dtype=dtype, device=g.device) if need else None
                     for need, dtype in zip(needs, ctx.dtypes, strict=True)
                 ]
                 ctx.plan.backward(g, gate, up, *grads)
@@ -112,7 +112,7 @@ class _Chunked(torch.autograd.Function):
         gate, up = halves(x, *ctx.where)
         if not torch.is_grad_enabled():
             try:
-                dx = torch.empty_strided(x.shape, dense_stride(x.shape, x.stride()), dtype=x.dtype, device=x.device)
+                dx = torch.empty_strided(x.shape, ctx.plan.grad_stride, dtype=x.dtype, device=x.device)
                 ctx.plan.backward(g, gate, up, *halves(dx, *ctx.where))
                 return dx, None, None, None
             except KernelError as error:
@@ -120,6 +120,9 @@ class _Chunked(torch.autograd.Function):
         dim, gate_first = ctx.where
         both = composite(g, gate, up, ctx.plan.act, (True, True), (x.dtype, x.dtype))
         return torch.cat(both if gate_first else both[::-1], dim), None, None, None
+
+
+_apply, _apply_chunked = direct(_GatedAct), direct(_Chunked)
 
 
 def composite(
@@ -144,6 +147,7 @@ class Plan:
         shape, stride: of the product, dense in the memory order of the gate.
         row_strides: of gate, up and their gradients.
         copies: gate and up must first be made dense.
+        grad_stride: of the gradients: dense, or those of the two halves of a dense one.
     """
 
     act: Activation
@@ -155,6 +159,7 @@ class Plan:
     N: int
     row_strides: tuple[int, int, int, int]
     copies: bool
+    grad_stride: Shape
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         y = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=gate.device)
@@ -181,35 +186,44 @@ def _plan(gate: Tensor, up: Tensor, act: Activation) -> Plan | str:
     if gate.shape != up.shape:
         return "gate and up broadcast"
     active = _gemm.activated_dtype(act, gate.dtype, gate.device.type)
-    stride = dense_stride(gate.shape, gate.stride())
-    return _cached_plan(gate.shape, stride, (gate.stride(), up.stride(), stride, stride), active, up.dtype, act)
+    return _cached_plan(gate.shape, gate.stride(), up.stride(), active, up.dtype, act)
 
 
-def _chunked_plan(x: Tensor, act: Activation, dim: int, gate_first: bool) -> Plan | str:
-    if not -x.dim() <= dim < x.dim() or x.size(dim) % 2:
-        return "x has no halves along dim"
-    gate, _ = halves(x, dim, gate_first)
+def _chunked_plan(x: Tensor, act: Activation, dim: int) -> Plan | str:
     active = _gemm.activated_dtype(act, x.dtype, x.device.type)
-    dense = dense_stride(x.shape, x.stride())
-    stride = dense_stride(gate.shape, gate.stride())
-    return _cached_plan(gate.shape, stride, (gate.stride(), gate.stride(), dense, dense), active, x.dtype, act)
+    return _cached_chunked_plan(x.shape, x.stride(), dim, active, x.dtype, act)
 
 
 @functools.lru_cache(maxsize=4096)
 def _cached_plan(
-    shape: Any, stride: Shape, strides: tuple[Shape, ...], active: torch.dtype, up: torch.dtype, act: Activation
-) -> Plan | str:
+    shape: Any, gate: Shape, up: Shape, active: torch.dtype, up_dtype: torch.dtype, act: Activation,
+    grad: Shape | None = None,
+) -> Plan | str:  # fmt: skip
+    """`grad`: the strides of both gradients; default: dense, as the product is."""
     if 0 in shape:
         return "a size is 0"
     if not load("activations").supports(act):
         return f"{act.name} has no kernel"
-    dtype = promoted((active, len(shape)), (up, len(shape)))
-    loops, copies = _two_loops(shape, stride, strides), False
+    dtype = promoted((active, len(shape)), (up_dtype, len(shape)))
+    stride = dense_stride(shape, gate)
+    grad = grad or stride
+    loops, copies = _two_loops(shape, stride, (gate, up, grad, grad)), False
     if loops is None:
-        loops, copies = _two_loops(shape, stride, (stride, stride, *strides[2:])), True
+        loops, copies = _two_loops(shape, stride, (stride, stride, grad, grad)), True
     if loops is None:
         return "the halves of x lie in more than two loops"
-    return Plan(act, dtype, compute_dtype(dtype), tuple(shape), stride, *loops, copies)
+    return Plan(act, dtype, compute_dtype(dtype), tuple(shape), stride, *loops, copies, grad)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_chunked_plan(
+    shape: Any, stride: Shape, dim: int, active: torch.dtype, dtype: torch.dtype, act: Activation
+) -> Plan | str:
+    if not -len(shape) <= dim < len(shape) or shape[dim] % 2:
+        return "x has no halves along dim"
+    half = list(shape)
+    half[dim] //= 2
+    return _cached_plan(tuple(half), stride, stride, active, dtype, act, dense_stride(shape, stride))
 
 
 def _two_loops(
@@ -237,11 +251,10 @@ def forward_launch(
 ) -> Any:
     """The launch of `gated_forward`; its pointers are gate, up, y."""
     device_act = load("activations")
-    wide = min(next_power_of_2(N), 1024)
-    tall = max(1, min(next_power_of_2(M), 1024 // wide))
+    grid, tile, *_ = _gemm.pass_tile(M, N, False)
     ct = triton_dtype(compute_dtype(dtype))
-    rest = (M, N, gate_m, up_m, ct, device_act.value(act), *device_act.constants(act), tall, wide)
-    return load("launch").Launch(load("gated").gated_forward, (cdiv(M, tall) * cdiv(N, wide),), rest)
+    rest = (M, N, gate_m, up_m, ct, device_act.value(act), *device_act.constants(act), *tile)
+    return load("launch").Launch(load("gated").gated_forward, grid, rest)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -254,13 +267,7 @@ def backward_launch(
     Its pointers are g, gate, up, dgate, dup, h (of these `dtypes`, `None` where absent) and the partial sums.
     """
     device_act = load("activations")
-    if sums:
-        grid, tile, per_block, blocks = _gemm.pass_tile(M, N, True)
-    else:
-        wide = min(next_power_of_2(N), 1024)
-        tall = max(1, min(next_power_of_2(M), 1024 // wide))
-        blocks, per_block, tile = cdiv(M, tall), tall, (tall, wide)
-        grid = (blocks * cdiv(N, wide),)
+    grid, tile, per_block, blocks = _gemm.pass_tile(M, N, sums)
     *_, dgate, dup, h = (d is not None for d in dtypes)
     rest = (
         M, N, *row_strides, per_block, blocks, triton_dtype(ct), device_act.value(act), device_act.gradient(act),

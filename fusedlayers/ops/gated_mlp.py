@@ -14,7 +14,7 @@ from .. import activations
 from ..activations import Activation
 from ..kernels import KernelError, load
 from . import _gemm, _route, gated_act
-from ._autograd import needs_grad
+from ._autograd import direct, needs_grad
 from ._dtypes import compute_dtype
 
 OP = "gated_mlp"
@@ -74,7 +74,7 @@ def _gated_mlp(x: Tensor, weights: Weights, biases: Biases, plan: Plan, route: s
     x_, w_gate, w_up, w_down = _gemm.cast(plan.dtype, x, *weights)
     b_gate, b_up, b_down = biases
     if needs_grad(x, *weights[:2], b_gate, b_up):
-        return _GatedMlp.apply(x_, w_gate, w_up, w_down, *biases, plan, route)[0]
+        return _apply(x_, w_gate, w_up, w_down, *biases, plan, route)[0]
     with torch.no_grad():
         gate = _product(x_, w_gate, b_gate, route)
         up = None if w_up is None else _product(x_, w_up, b_up, route)
@@ -139,6 +139,9 @@ class _GatedMlp(torch.autograd.Function):
         except KernelError as error:
             _route.failed(OP, error)
             return _composite(ctx, g, None, None)
+
+
+_apply = direct(_GatedMlp)
 
 
 def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -223,9 +226,9 @@ def _composite(
         pairs = [(both, g_gate, w_gate, 0)]
     else:
         pairs = [(dgate, g_gate, w_gate, 0), (dup, g_up, w_up, 1)]
-    for dz, direct, weight, i in pairs:
-        if direct is not None:
-            dz = _gemm.rows(direct) if dz is None else dz + _gemm.rows(direct)
+    for dz, own, weight, i in pairs:
+        if own is not None:
+            dz = _gemm.rows(own) if dz is None else dz + _gemm.rows(own)
         if dz is None:
             continue
         if needs[0]:

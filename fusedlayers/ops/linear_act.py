@@ -13,7 +13,7 @@ from torch import Tensor
 from ..activations import Activation
 from ..kernels import KernelError, load
 from . import _gemm, _route
-from ._autograd import needs_grad
+from ._autograd import direct, needs_grad
 
 OP = "linear_act"
 
@@ -35,7 +35,7 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) 
         try:
             x_, weight_ = _gemm.cast(plan.dtype, x, weight)
             if needs_grad(x, weight, bias):
-                return _LinearAct.apply(x_, weight_, bias, plan, route)[0]
+                return _apply(x_, weight_, bias, plan, route)[0]
             return forward(x_, weight_, bias, plan, route, keep_z=False)[0]
         except KernelError as error:
             _route.failed(OP, error)
@@ -97,6 +97,9 @@ class _LinearAct(torch.autograd.Function):
             return _composite(ctx, g, None)
 
 
+_apply = direct(_LinearAct)
+
+
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, route: str, keep_z: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -105,15 +108,17 @@ def forward(
     if route == "triton":
         return _gemm.linear_kernel(x, weight, bias, act, plan.y_dtype, keep_z)
     if bias is not None and not keep_z and _has_epilogue(act, x):
-        y = torch.empty((*x.shape[:-1], plan.N), dtype=x.dtype, device=x.device)
-        gelu = act.name == "gelu_tanh"
+        bias, gelu = bias if bias.dtype is x.dtype else bias.to(x.dtype), act.name == "gelu_tanh"
+        if x.dim() == 2:
+            return torch._addmm_activation(bias, x, weight.t(), use_gelu=gelu), None
         # into y, which is then no view, so that a user may edit it in place where eager's may be
-        torch._addmm_activation(bias.to(x.dtype), _gemm.rows(x), weight.t(), use_gelu=gelu, out=_gemm.rows(y))
+        y = torch.empty((*x.shape[:-1], plan.N), dtype=x.dtype, device=x.device)
+        torch._addmm_activation(bias, _gemm.rows(x), weight.t(), use_gelu=gelu, out=_gemm.rows(y))
         return y, None
     z = _gemm.linear(x, weight, bias)
     if act.name == "identity":
         return z, None
-    return _gemm.activate(z, act, plan.y_dtype), z if keep_z else None
+    return _gemm.activate(z, act, plan.y_dtype, overwrite=not keep_z), z if keep_z else None
 
 
 def _has_epilogue(act: Activation, x: Tensor) -> bool:

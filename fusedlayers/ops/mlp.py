@@ -14,7 +14,7 @@ from .. import activations
 from ..activations import Activation
 from ..kernels import KernelError, load
 from . import _gemm, _route, linear_act
-from ._autograd import needs_grad
+from ._autograd import direct, needs_grad
 
 OP = "mlp"
 _IDENTITY = activations.get("identity")
@@ -57,7 +57,7 @@ def _mlp(
 ) -> Tensor:  # fmt: skip
     x_, w1_, w2_ = _gemm.cast(plan.dtype, x, w1, w2)
     if needs_grad(x, w1, b1):
-        return _Mlp.apply(x_, w1_, b1, w2_, b2, plan, route)[0]
+        return _apply(x_, w1_, b1, w2_, b2, plan, route)[0]
     with torch.no_grad():
         h, _ = linear_act.forward(x_, w1_, b1, plan.first, route, keep_z=False)
     if needs_grad(w2, b2):  # nothing before them needs a gradient: autograd keeps h, and only where it must
@@ -102,6 +102,9 @@ class _Mlp(torch.autograd.Function):
         except KernelError as error:
             _route.failed(OP, error)
             return _composite(ctx, g, None)
+
+
+_apply = direct(_Mlp)
 
 
 def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

@@ -42,9 +42,15 @@ def eager_mlp(act, gate_first=True):
     return fn
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("act", fl.activations())
-def test_every_activation(act, dtype, device):
+def test_every_activation(act, device):
+    pair = [randn(17, 33, device=device, seed=s) for s in (0, 1)]
+    compare(lambda *t: gated_act(*t, act), eager(act), pair)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_every_dtype(act, dtype, device):
     pair = [randn(17, 33, dtype=dtype, device=device, seed=s) for s in (0, 1)]
     compare(lambda *t: gated_act(*t, act), eager(act), pair)
 
@@ -190,7 +196,7 @@ def test_mlp_leading_dims_and_order(lead, gate_first, chunked, device):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("needs", [tuple(i >> b & 1 for b in range(7)) for i in range(0, 128, 3)], ids=str)
+@pytest.mark.parametrize("needs", [tuple(i >> b & 1 for b in range(7)) for i in range(1, 128, 9)], ids=str)
 def test_mlp_every_requires_grad(needs, chunked, device):
     inputs = operands((9,), 5, 6, 7, device=device, chunked=chunked, needs=needs)
     compare_sums(lambda *t: gated_mlp(*t), eager_mlp("silu"), inputs)
@@ -204,7 +210,7 @@ def test_mlp_without_biases(device):
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("act", ["silu", "relu"])
 def test_mlp_higher_derivatives(act, chunked, device):
-    inputs = operands((3,), 4, 5, 2, torch.float64, device, chunked)
+    inputs = operands((2,), 3, 2, 2, torch.float64, device, chunked)
     assert torch.autograd.gradcheck(lambda *t: gated_mlp(*t, act), inputs)
     assert torch.autograd.gradgradcheck(lambda *t: gated_mlp(*t, act), inputs)
 

@@ -43,13 +43,18 @@ def operands(M, N, K, dtype=torch.float32, device="cpu", needs=(1, 1, 1)):
     return [t.requires_grad_(bool(n)) for t, n in zip((x, weight, bias), needs, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("act", fl.activations())
-def test_every_activation(act, dtype, device):
+def test_every_activation(act, device):
+    compare(lambda *t: linear_act(*t, act), eager(act), operands(17, 33, 19, device=device))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("act", ["relu", "gelu", "gelu_tanh", "silu", "tanh"])
+def test_every_dtype(act, dtype, device):
     compare(lambda *t: linear_act(*t, act), eager(act), operands(17, 33, 19, dtype, device))
 
 
-@pytest.mark.parametrize("size", [(m, n, k) for m in RAGGED for n in RAGGED for k in RAGGED if m * n * k < 300000])
+@pytest.mark.parametrize("size", [(m, n, k) for m in RAGGED for n in RAGGED for k in RAGGED if m * n * k < 20000])
 def test_ragged(size, device):
     compare(lambda *t: linear_act(*t, "gelu"), eager("gelu"), operands(*size, device=device))
 
@@ -108,7 +113,7 @@ def test_every_layout_of_the_gradient(grad, act, device):
 
 @pytest.mark.parametrize("act", ["relu", "gelu", "silu", "tanh", "identity"])
 def test_higher_derivatives(act, device):
-    inputs = operands(3, 4, 5, torch.float64, device)
+    inputs = operands(2, 3, 4, torch.float64, device)
     assert torch.autograd.gradcheck(lambda *t: linear_act(*t, act), inputs)
     assert torch.autograd.gradgradcheck(lambda *t: linear_act(*t, act), inputs)
 

@@ -86,7 +86,7 @@ def test_expanded_gradient(act, device):
 
 @pytest.mark.parametrize("act", ["relu", "gelu", "identity"])
 def test_higher_derivatives(act, device):
-    inputs = operands((3,), 4, 5, 2, torch.float64, device)
+    inputs = operands((2,), 3, 3, 2, torch.float64, device)
     assert torch.autograd.gradcheck(lambda *t: mlp(*t, act), inputs)
     assert torch.autograd.gradgradcheck(lambda *t: mlp(*t, act), inputs)
 
