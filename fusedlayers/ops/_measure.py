@@ -47,7 +47,7 @@ def look_up(op: str, x: Tensor) -> tuple[dict[str, Any] | None, str]:
     path = cache_path(device)
     known = _read(path)
     if op in known:
-        return known[op], f"measured on this machine before ({path})"
+        return known[op], f"a measurement on this machine, made before ({path})"
     if op not in PROBES or x.numel() > LARGEST or torch.cuda.is_current_stream_capturing():
         return ({}, "the op's own rule: it has no probe") if op not in PROBES else (None, "")
     if not _lock.acquire(blocking=False):
@@ -58,7 +58,7 @@ def look_up(op: str, x: Tensor) -> tuple[dict[str, Any] | None, str]:
             if op not in known:
                 known[op] = measure(op, device)
                 _write(path, known)
-        return known[op], f"measured on this machine ({path})"
+        return known[op], f"a measurement on this machine ({path})"
     except Exception as error:  # a probe that cannot run decides nothing, and must not fail the user's call
         return {}, f"the op's own rule: measuring failed ({type(error).__name__}: {error})"
     finally:

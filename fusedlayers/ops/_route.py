@@ -126,6 +126,16 @@ def pick(
     return _table.choose(op, tensors, "triton" if auto is None else auto(found)), found
 
 
+def chosen() -> dict[str, str]:
+    """By op, how its calls choose their route in this process, as far as they had to; for reports."""
+    found = {}
+    if settings.route != "auto":
+        found["(all)"] = f"{settings.route}, forced by settings"
+    found.update({op: f"by {source}" for op, source in _table.sources().items()})
+    found.update({op: f"plain PyTorch, {why}" for op, why in failures.items()})
+    return found
+
+
 def failed(op: str, error: Exception) -> None:
     """Records that an op's kernel cannot run here, warns once, and raises where the route was forced."""
     if settings.route == "triton":

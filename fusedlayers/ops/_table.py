@@ -55,6 +55,11 @@ def explain(op: str, device: int = 0) -> str:
     return _sources.get((op, device), "the op's own rule; nothing was looked up yet")
 
 
+def sources() -> dict[str, str]:
+    """By op, where its routes come from, of what was looked up for a CUDA device so far."""
+    return {op: source for (op, device), source in sorted(_sources.items()) if device >= 0}
+
+
 def forget() -> None:
     """Looks everything up again on next use, as after a change of `settings.cache` or `settings.autotune`."""
     _entries.clear()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..ops import _route
 from .rewrite import Counts
 
 
@@ -50,6 +51,11 @@ class PatchReport:
     def __len__(self) -> int:
         return len(self.fused) + len(self.reduced) + len(self.skipped)
 
+    @property
+    def routes(self) -> dict[str, str]:
+        """By op, how its calls choose between the kernels and eager's own ops here, as far as they had to yet."""
+        return _route.chosen() if self.patched else {}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, strings and numbers, for JSON."""
         return {
@@ -63,6 +69,7 @@ class PatchReport:
                 for s in ("fused", "reduced", "skipped")
             },
             "fallbacks": {name: dict(reasons) for name, reasons in self.fallbacks.items()},
+            "routes": self.routes,
         }
 
     def summary(self) -> str:
@@ -92,6 +99,8 @@ class PatchReport:
                 (n or "(root)", str(c), why) for n, reasons in self.fallbacks.items() for why, c in reasons.items()
             ]
             lines += ["", "calls that took the original path:", *_table(("module", "calls", "reason"), counted)]
+        if self.routes:
+            lines += ["", "routes:", *_table(("op", "chosen"), list(self.routes.items()))]
         return "\n".join(lines)
 
 

@@ -91,10 +91,10 @@ def test_a_route_is_chosen_by_size_direction_and_dtype(machine):
 def test_it_is_measured_once_and_then_read(machine):
     for _ in range(3):
         _table.choose("affine_act", [pretended()], "triton")
-    assert machine.measured == ["affine_act"] and "measured on this machine (" in _table.explain("affine_act")
+    assert machine.measured == ["affine_act"] and "a measurement on this machine (" in _table.explain("affine_act")
     _table.forget()  # as in a new process
     assert _table.choose("affine_act", [pretended()], "triton") == "reference"
-    assert machine.measured == ["affine_act"] and "before" in _table.explain("affine_act")
+    assert machine.measured == ["affine_act"] and "made before" in _table.explain("affine_act")
     (file,) = machine.folder.glob("*.json")
     assert torch.__version__ in file.name and fl.__version__ in file.name and "some-gpu-9000" in file.name
 
@@ -120,6 +120,20 @@ def test_a_shipped_table_comes_first(machine, monkeypatch):
     assert _table.choose("affine_act", [pretended(512)], "triton") == "triton"
     assert _table.choose("affine_act", [pretended(8)], "triton") == "reference"
     assert machine.measured == [] and "shipped for Some GPU 9000" in _table.explain("affine_act")
+
+
+def test_a_report_says_how_routes_are_chosen(machine, monkeypatch):
+    _table.choose("affine_act", [pretended()], "triton")
+    monkeypatch.setitem(_route.failures, "rms_norm", "no compiler")
+    model = fl.patch_model(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
+    report = fl.explain(model)
+    assert report.routes["affine_act"].startswith("by a measurement")
+    assert report.routes["rms_norm"] == "plain PyTorch, no compiler"
+    with fl.settings(route="reference"):
+        assert report.routes["(all)"] == "reference, forced by settings"
+        assert "forced by settings" in str(report)
+    assert report.to_dict()["routes"] == report.routes
+    assert fl.explain(torch.nn.Linear(2, 2)).routes == {}
 
 
 def test_a_probe_that_fails_leaves_the_call_alone(machine, monkeypatch):
