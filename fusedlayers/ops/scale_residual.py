@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels import KernelError, cdiv, load, next_power_of_2
 from . import _dropout, _route
-from ._autograd import needs_grad
+from ._autograd import direct, needs_grad
 from ._dropout import Dropout, Rng
 from ._dtypes import compute_dtype, promoted, triton_dtype
 from ._layout import Coefficients, Shape, coefficients, memory_order, with_strides
@@ -56,7 +56,9 @@ def scale_residual(
         dropout_p = drop_path_p = 0.0
     if not _route.is_compiling():
         tensors = [t for t in (x, residual, scale) if isinstance(t, Tensor)]
-        route, call = _route.pick(OP, tensors, plan=lambda: _prepare(x, residual, scale, dropout_p, drop_path_p))
+        route, call = _route.pick(
+            OP, tensors, plan=lambda: _prepare(x, residual, scale, dropout_p, drop_path_p), auto=_worth
+        )
         if route == "triton":
             before = _dropout.mark(x.device) if dropout_p or drop_path_p else None
             try:
@@ -64,7 +66,7 @@ def scale_residual(
                 rng = _dropout.draw(call.drop, x.device)
                 path = _path(x, call.z_dtype, drop_path_p) if drop_path_p else None
                 if needs_grad(*tensors):
-                    return _ScaleResidual.apply(x, residual, scale, path, rng, call)
+                    return _apply(x, residual, scale, path, rng, call)
                 return call.forward(x, residual, scale, path, rng)
             except KernelError as error:
                 _dropout.rewind(x.device, before)
@@ -105,6 +107,9 @@ class _ScaleResidual(torch.autograd.Function):
                 _route.failed(OP, error)
                 dx, dscale = call.composite(*saved, need_x, need_scale, g)
         return dx, g.to(call.residual_dtype) if need_res else None, dscale, None, None, None
+
+
+_apply = direct(_ScaleResidual)
 
 
 @dataclass(frozen=True)
@@ -238,6 +243,12 @@ class _Call:
         return dx, dscale
 
 
+def _worth(call: _Call) -> str:
+    """torch's own add does as well where nothing else is left."""
+    only_add = call.number is None and call.scale_shape is None and call.drop is _dropout.NONE and not call.path
+    return "reference" if only_add else "triton"
+
+
 def _prepare(x: Tensor, residual: Tensor, scale: Scale, dropout_p: float, drop_path_p: float) -> _Call | str:
     """The prepared call, or why the kernels cannot take these arguments."""
     if residual.shape != x.shape:
@@ -264,8 +275,6 @@ def _cached_call(
     shape = tuple(shape)
     if 0 in shape:
         return "the batch is empty"
-    if scale is None and draws is None and not path:
-        return "nothing but an add is left"
     operand = scale[:2] if isinstance(scale, tuple) else None if scale is None else ((), ())
     loops = _loops(shape, tuple(x_stride), tuple(residual_stride), operand, path)
     if isinstance(loops, str):

@@ -198,6 +198,13 @@ def test_eager_masks_are_f_dropouts(device):
     torch.testing.assert_close(got, expected)
 
 
+def test_a_bare_add_is_an_add(device):
+    x, residual = randn(4, 8, device=device), randn(4, 8, device=device, seed=1)
+    compare(scale_residual, eager, (x, residual))
+    with fl.settings(route="auto"):
+        assert type(scale_residual(x, residual).grad_fn).__name__ == "AddBackward0"
+
+
 def test_eval_and_zero_probabilities_draw_nothing(device):
     x, residual, scale = (randn(*s, device=device, seed=i) for i, s in enumerate([(8, 16), (8, 16), (16,)]))
     state = torch.get_rng_state()
