@@ -6,6 +6,7 @@ Each family gives its entries; a new kernel adds a function to `FAMILIES`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,11 @@ def linear() -> Iterator[Entry]:
             signature = (*[f"*{kind}"] * 5, "i32", "i32", "i32", "i32", 1, "i32", 1, 1)
             name = f"linear-{unit}-{config.BM}x{config.BN}x{config.BK}"
             yield Entry(name, module.linear_forward, signature, constants, config.warps, config.stages)
+        # the last one again for transposed operands of odd sizes
+        odd = (*[f"*{kind}"] * 5, "i32", "i32", "i32", 1, "i32", 1, "i32", 1)
+        constants = {**constants, "EVEN_K": False}
+        yield Entry(f"linear-{unit}-odd", module.linear_forward, odd, constants, config.warps, config.stages,
+                    aligned=False)  # fmt: skip
 
 
 def act_bias() -> Iterator[Entry]:
@@ -132,7 +138,107 @@ def row_norm() -> Iterator[Entry]:
                 yield Entry(f"{name}-params", module.backward_params, signature, {**constants, "BR": 16, "BN": 128})
 
 
-FAMILIES = (act_bias, gated, linear, residual, row_norm)
+def _norm_act() -> tuple[Any, ...]:
+    """The compute dtype, the constants of ReLU's value and gradient, and constexpr values by name."""
+    import triton.language as tl
+
+    act = kernels.load("activations")
+    relu = get("relu")
+    value, gradient = (act.value(relu), 0.0, 0.0), (act.value(relu), act.gradient(relu), True, 0.0, 0.0)
+
+    def constants(fn, values):
+        return dict(zip([p.name for p in fn.params if p.is_constexpr], values, strict=True))
+
+    return tl.float32, value, gradient, constants
+
+
+def batch_norm() -> Iterator[Entry]:
+    from fusedlayers.ops._tiling import tiling
+
+    module = kernels.load("batch_norm")
+    ct, value, gradient, constants = _norm_act()
+    # rows, channels, positions: large maps with few channels, small ones with many, one block's own, contiguous
+    for row, M, C, S in [
+        (False, 802816, 64, 1),
+        (False, 12544, 2048, 1),
+        (False, 64, 1024, 1),
+        (True, 256, 64, 3136),
+        (True, 64, 512, 49),
+    ]:
+        loops = ("i32", "i32", "i32" if row else 1, "i32", "i32" if row else 1, "i32")
+        for residual in (False, True):
+            name, r = f"{'row' if row else 'col'}-{C}-{'add' if residual else 'alone'}", "*bf16" if residual else None
+            t = tiling(row, M, C, S, 2, 132, False)
+            layout, source = (t.align, t.row, t.channels), t.source
+            if source != 2 and not residual:
+                values = (ct, *layout, *t.sum_tile)
+                fn = module.forward_sums
+                yield Entry(f"bn_sums-{name}", fn, ("*bf16", "*fp32", *loops), constants(fn, values), t.sum_warps)
+            flags = (True, True, residual, source != 0, False, source != 0)
+            values = (ct, *value, 1e-5, source, *flags, *layout, t.merge, *t.apply_tile, t.apply_stages, *t.sum_tile)
+            fn = module.forward_apply
+            signature = ("*bf16", r, *["*fp32"] * 6, "*bf16", None, "fp32", "fp32", *loops, "i32")
+            yield Entry(f"bn_apply-{name}", fn, signature, constants(fn, values), t.apply_warps)
+            t = tiling(row, M, C, S, 2, 132, True)
+            layout, source, mask = (t.align, t.row, t.channels), t.source, 2 if residual else 1
+            if source != 2:
+                values = (ct, *gradient, mask, True, residual, False, *layout, *t.sum_tile)
+                fn = module.backward_sums
+                signature = ("*bf16", "*bf16", r, "*fp32", "*fp32", r, None, "*fp32", *loops)
+                yield Entry(f"bn_backward_sums-{name}", fn, signature, constants(fn, values), t.sum_warps)
+            flags = (mask if source == 2 else 0 if residual else 1, source, True, residual and source == 2)
+            flags += (source != 0, source != 0)
+            values = (ct, *gradient, *flags, *layout, t.merge, *t.apply_tile, t.apply_stages, *t.sum_tile)
+            fn = module.backward_apply
+            signature = ("*bf16", "*bf16", r, *["*fp32"] * 3, "*bf16", r, "*fp32", "*fp32", *loops, "i32")
+            yield Entry(f"bn_backward_apply-{name}", fn, signature, constants(fn, values), t.apply_warps)
+    fn = module.forward_combine
+    signature = (*["*fp32"] * 5, "fp32", "fp32", "i32", "i32", 1, "i32", 1, "i32")
+    yield Entry("bn_combine", fn, signature, constants(fn, (ct, 1e-5, True, True, 512, 16)))
+    fn = module.backward_combine
+    yield Entry("bn_backward_combine", fn, (*["*fp32"] * 5, "i32", "i32"), constants(fn, (True, True, True, 512, 16)))
+
+
+def group_norm() -> Iterator[Entry]:
+    from fusedlayers.ops.group_norm_act import Sizes, tiling
+
+    module = kernels.load("group_norm")
+    ct, value, gradient, constants = _norm_act()
+    gradient = (*gradient, 1, True)
+    data = "*bf16"
+    # whole groups in registers, large ones, channels_last
+    for sizes in (
+        Sizes(True, 8, 1280, 256, 40, 16),
+        Sizes(True, 64, 512, 49, 16, 1),
+        Sizes(True, 8, 320, 4096, 10, 16),
+        Sizes(False, 8, 320, 4096, 10, 1),
+    ):
+        t, name = tiling(sizes, 2), f"{'row' if sizes.row else 'col'}-{sizes.C}x{sizes.S}"
+        if t.resident is not None:
+            tile, fn = (sizes.align, *t.resident), module.forward_resident
+            values = (ct, *value, 1e-5, True, True, True, *tile)
+            signature = (data, data, data, "*fp32", data, *["i32"] * 4)
+            yield Entry(f"gn-{name}", fn, signature, constants(fn, values), t.warps)
+            fn, values = module.backward_resident, (ct, *gradient, True, True, *tile)
+            signature = (data, data, data, "*fp32", data, "*fp32", *["i32"] * 4)
+            yield Entry(f"gn_backward-{name}", fn, signature, constants(fn, values), t.warps)
+            continue
+        layout = (sizes.row, sizes.align, *t.tile)
+        for fn, pointers, ints, values in (
+            (module.forward_moments, (data, "*fp32"), 5, (ct, *layout)),
+            (module.forward_apply, (data, data, "*fp32", data), 6, (ct, *value, True, *layout)),
+            (module.backward_sums, (data, data, data, "*fp32", "*fp32"), 6, (ct, *gradient, *layout)),
+            (module.backward_apply, (data, data, data, "*fp32", "*fp32", data), 6, (ct, *gradient, *layout)),
+        ):
+            entry = f"gn_{fn.__name__}-{name}"
+            yield Entry(entry, fn, (*pointers, *["i32"] * ints), constants(fn, values), 8)
+    fn = module.forward_combine
+    yield Entry("gn_combine", fn, ("*fp32", data, "*fp32", *["i32"] * 6), constants(fn, (ct, 1e-5, True, 1024)))
+    fn = module.backward_combine
+    yield Entry("gn_backward_combine", fn, ("*fp32", data, "*fp32", *["i32"] * 5), constants(fn, (ct, True, 1024)))
+
+
+FAMILIES = (act_bias, batch_norm, gated, group_norm, linear, residual, row_norm)
 ENTRIES = [entry for family in FAMILIES for entry in family()]
 
 
