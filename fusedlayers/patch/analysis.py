@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from . import rewrite
+from . import effects, rewrite
 from .filters import Filters
 from .guards import MARK, STATE, is_patched, original_class
 from .report import PatchReport, Record
-from .rewrite import Allow, Found, Rewritten
+from .rewrite import Allow, Counts, Found, Rewritten
 from .rule import Rule
 from .shadow import Path
 
@@ -57,18 +57,25 @@ def plan(
     `only(name, rule)` may give a reason to leave out a site, by its dotted name.
     """
     swallowed: set[int] = set()
+    opened: set[int] = set()
     bare: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
-        if is_patched(module) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if is_patched(module):
+            info = vars(type(module))[MARK]
+            swallowed |= _below(module, info.touched)
+            opened |= _below(module, info.opened)
+            continue
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             continue
         if not any(child is not None for child in module._modules.values()):
             bare.append((name, module))
             continue
         rewritten = one(module, rules, _allow(name, filters, only))
         if rewritten is not None:
-            for path in rewritten.touched:
-                if path:
-                    swallowed.add(id(module.get_submodule(".".join(path))))
+            swallowed |= _below(module, rewritten.touched)
+            opened |= _below(module, rewritten.opened)
+            if id(module) in opened:  # said already, where its parent's forward takes its layers in
+                rewritten.found, rewritten.counts = [], Counts()
             yield Planned(name, module, rewritten)
     targeting = [r for r in rules if r.target is not None]
     for name, module in bare:
@@ -76,6 +83,11 @@ def plan(
             rewritten = one(module, targeting, _allow(name, filters, only))
             if rewritten is not None:
                 yield Planned(name, module, rewritten)
+
+
+def _below(module: nn.Module, paths: Iterable[Path]) -> set[int]:
+    """Ids of the descendants at `paths`."""
+    return {id(m) for path in paths if path and (m := effects.child(module, ".".join(path))) is not None}
 
 
 def _allow(container: str, filters: Filters, only: Callable[[str, str], str | None] | None) -> Allow:

@@ -23,7 +23,7 @@ from . import guards, trace
 from .codegen import compile_source, generate
 from .guards import MARK, STATE, Site, is_patched
 from .rewrite import Found, Rewritten
-from .shadow import Untraceable
+from .shadow import Path, Untraceable
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class ClassInfo:
     rules: tuple[str, ...]
     counts: Any
     token: str
+    touched: frozenset[Path] = frozenset()
+    opened: frozenset[Path] = frozenset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ClassInfo:
         return self
@@ -77,7 +79,14 @@ def patched_class(
         if not routes:
             made.__kwdefaults__ = forward.function.__kwdefaults__
         info = ClassInfo(
-            original, generated.source, tuple(rewritten.found), tuple(rules), rewritten.counts, f"{_process}-{number}"
+            original,
+            generated.source,
+            tuple(rewritten.found),
+            tuple(rules),
+            rewritten.counts,
+            f"{_process}-{number}",
+            frozenset(rewritten.touched),
+            frozenset(rewritten.opened),
         )
         namespace = {
             "forward": forward.decorate(made),

@@ -142,7 +142,9 @@ def read(found: Read, names: Names) -> Guard | None:
         return Guard(f"{names.child((*found.path, found.name))} is not None", f"{where} has been removed")
     if found.kind == "keys":
         keys = names.bind(found.value, "keys")
-        return Guard(f"tuple({owner}._modules) == {keys}", f"children of {where or 'the module'} have changed")
+        return Guard(
+            f"tuple({owner}._modules) == {keys}", f"children of {'.'.join(found.path) or 'the module'} have changed"
+        )
     if found.kind == "type":
         return Guard(f"type({owner}) is {names.bind(found.value, 'type')}", f"{where} has been replaced")
     return None

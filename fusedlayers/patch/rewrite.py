@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,7 +19,8 @@ from torch.fx import Graph, Node
 from ..activations import recognise
 from . import effects, trace
 from .codegen import Child, Variant
-from .pattern import State, _exactly, _is_a, activation_of
+from .guards import member_problem, original_class
+from .pattern import State, _exactly, _is_a, activation_of, passes_through
 from .rule import NO_MATCH, Call, Match, Rule
 from .shadow import Path, Untraceable
 from .trace import Trace
@@ -65,6 +66,8 @@ class Rewritten:
     signature: inspect.Signature | None = None
     touched: set[Path] = field(default_factory=set)
     """Children that a fused op has swallowed in some variant."""
+    opened: set[Path] = field(default_factory=set)
+    """Sequentials whose children are leaves here; their own sites are among these."""
 
     @property
     def fused(self) -> bool:
@@ -72,17 +75,67 @@ class Rewritten:
 
 
 def rewrite(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Allow) -> Rewritten:
-    """Everything the pattern rules make of `module`'s own forward."""
+    """Everything the pattern rules make of `module`'s own forward.
+
+    Where a Sequential that ends in a norm or a dropout feeds an add or an activation, what closes the Sequential and
+    what follows it belong together: then its children are leaves of this forward too, if that fuses more.
+    """
+    traced = trace.traces(module, cls)
+    tails = {path for t in traced if t.graph is not None for path in _open_tails(t.graph, module)}
+    found = _rewrite(module, cls, rules, allow, traced)
+    if tails:
+        opened = _rewrite(module, cls, rules, allow, trace.traces(module, cls, tails), tails)
+        if opened.counts.fused["residual"] > found.counts.fused["residual"]:
+            return opened
+    return found
+
+
+def _open_tails(graph: Graph, module: nn.Module) -> Iterator[Path]:
+    """Paths of plain Sequentials whose last layer may be fused with the add that reads them."""
+    for node in graph.nodes:
+        if kind_of(node, module) != "residual":
+            continue
+        for source in node.args:
+            while passes_through(source, module) is not None:
+                source = source.args[0]
+            if source.op != "call_module" or len(source.users) != 1:
+                continue
+            path: Path = tuple(source.target.split("."))
+            opened = []
+            child = effects.child(module, source.target)
+            while _is_sequential(child):
+                opened.append(path)
+                last = next(reversed(child._modules))
+                path, child = (*path, last), child._modules[last]
+            if isinstance(child, (nn.modules.batchnorm._BatchNorm, nn.Dropout)):
+                yield from opened
+
+
+def _is_sequential(module: nn.Module | None) -> bool:
+    if not isinstance(module, nn.Sequential) or not module._modules:
+        return False
+    return original_class(module).forward is nn.Sequential.forward and member_problem(module, "") is None
+
+
+def _rewrite(
+    module: nn.Module,
+    cls: type,
+    rules: Sequence[Rule],
+    allow: Allow,
+    all_traced: Sequence[Trace],
+    inline: Collection[Path] = (),
+) -> Rewritten:
     variants: list[Variant] = []
     found: dict[Found, None] = {}
     touched: set[Path] = set()
     counts: Counts | None = None
-    for traced in trace.traces(module, cls):
+    opened = [Child(path, effects.child(module, ".".join(path))) for path in sorted(inline)]
+    for traced in all_traced:
         if traced.graph is None:
             variants.append(Variant(traced.form, traced.training, refused=traced.refused))
             continue
         work = _Work(module, traced, rules, allow)
-        variants.append(work.variant())
+        variants.append(work.variant(opened))
         found.update(dict.fromkeys(work.found))
         touched |= work.touched
         if counts is None or sum(work.counts.fused.values()) > sum(counts.fused.values()):
@@ -99,7 +152,7 @@ def rewrite(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Allow) -
         signature = inspect.signature(trace.forward_of(cls).function)
     except Untraceable:
         signature = None
-    return Rewritten(_merged(variants), kept, counts, signature, touched)
+    return Rewritten(_merged(variants), kept, counts, signature, touched, set(inline))
 
 
 def replace_whole(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Allow) -> Rewritten | None:
@@ -127,7 +180,8 @@ def replace_whole(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Al
                 else:
                     form[parameter.name] = trace.Exactly(parameter.default)
             match = Match(module, State(module), module.training, inputs)
-            made = _made(rule, match)
+            checked = _checked(rule, match)
+            made = _made(rule, match) if checked is None else checked
         else:
             made = reason
         if not isinstance(made, Call):
@@ -144,11 +198,18 @@ def replace_whole(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Al
     return Rewritten([], found, Counts()) if found else None
 
 
-def _made(rule: Rule, match: Match) -> Call | str:
-    """What the rule puts in place of the match, or why it does not. A rule that fails is a reason, not a crash."""
+def _checked(rule: Rule, match: Match) -> str | None:
+    """What the rule has against the match. A rule that fails is a reason, not a crash."""
     try:
-        reason = rule.check(match)
-        return rule.fuse(match) if reason is None else reason
+        return rule.check(match)
+    except Exception as error:
+        return f"rule {rule.name} failed ({type(error).__name__}: {error})"
+
+
+def _made(rule: Rule, match: Match) -> Call | str:
+    """What the rule puts in place of the match, likewise."""
+    try:
+        return rule.fuse(match)
     except Exception as error:
         return f"rule {rule.name} failed ({type(error).__name__}: {error})"
 
@@ -191,11 +252,11 @@ class _Work:
             seen[key] += 1
         return found
 
-    def variant(self) -> Variant:
+    def variant(self, opened: Sequence[Child]) -> Variant:
+        """`opened` are Sequentials whose own forward does not run, so that nothing may be hooked to it."""
         reads = list(self.traced.reads.values())
-        return Variant(
-            self.traced.form, self.traced.training, self.graph, reads, list(self.members.values()), self.fused
-        )
+        members = [*opened, *self.members.values()]
+        return Variant(self.traced.form, self.traced.training, self.graph, reads, members, self.fused)
 
     def _count(self) -> Counts:
         counts = Counts()
@@ -213,15 +274,17 @@ class _Work:
         """Fuses the first match that may be; else keeps the near miss with the fewest problems."""
         missed: tuple[int, State, str] | None = None
         for state in rule.pattern.match(root, State(self.module)):
+            match = Match(self.module, state, self.traced.training)
+            checked = _checked(rule, match)
+            if checked == NO_MATCH:
+                continue
             reason = state.problems[0] if state.problems else self._obstacle(rule, root, state)
             paths = self._paths(state)
-            reason = reason or self.allow(paths, rule.name)
-            match = Match(self.module, state, self.traced.training)
-            made = reason or _made(rule, match)
+            made = reason or checked or self.allow(paths, rule.name) or _made(rule, match)
             if isinstance(made, Call):
                 self._replace(rule, root, match, made, {n for _, n in state.nodes}, paths)
                 return
-            if made != NO_MATCH and (missed is None or len(state.problems) < missed[0]):
+            if missed is None or len(state.problems) < missed[0]:
                 missed = len(state.problems), state, made
         if missed is not None:
             _, state, reason = missed

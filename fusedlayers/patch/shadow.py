@@ -38,7 +38,7 @@ class Session(Protocol):
     """Copies of lists and dicts given to the forward, each with its original, to see afterwards whether it wrote."""
 
     def read(self, path: Path, name: str, kind: str, value: Any) -> None: ...
-    def call(self, path: Path, args: tuple, kwargs: dict[str, Any]) -> Any: ...
+    def call(self, shadow: Any, path: Path, args: tuple, kwargs: dict[str, Any]) -> Any: ...
     def tensor(self, path: Path, name: str, value: torch.Tensor) -> Any: ...
     def method(self, function: types.FunctionType) -> Callable[..., Any]: ...
 
@@ -106,7 +106,7 @@ class _Shadow:
         session, path = object.__getattribute__(self, "__dict__")[STATE]
         if not path:
             raise Untraceable("forward calls itself")
-        return session.call(path, args, kwargs)
+        return session.call(self, path, args, kwargs)
 
 
 def _is_class_value(cls: type, name: str) -> bool:

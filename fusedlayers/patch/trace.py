@@ -7,13 +7,14 @@ costs only itself. `traces(module)` gives one trace per call form and mode: forw
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import operator
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,11 +75,23 @@ class _Undecided(Exception):
         self.name, self.choices = name, choices
 
 
+@functools.lru_cache(maxsize=4096)
+def _unpacked(code: types.CodeType, at: int) -> int | None:
+    """How many names the instruction there unpacks into; None when it iterates in another way."""
+    step = next((i for i in dis.get_instructions(code) if i.offset == at), None)
+    return step.argval if step is not None and step.opname == "UNPACK_SEQUENCE" else None
+
+
 class Value(Proxy):
     """fx's proxy, except that in-place operators stay in place."""
 
     def _inplace(self, operator_name: str, other: Any) -> Any:
         return self.tracer.create_proxy("call_function", getattr(operator, operator_name), (self, other), {})
+
+    def __iter__(self) -> Iterator[Any]:
+        frame = sys._getframe(1)
+        count = _unpacked(frame.f_code, frame.f_lasti)
+        return self.tracer.iter(self) if count is None else (self[i] for i in range(count))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         raise Untraceable("forward assigns into a tensor")
@@ -103,7 +116,13 @@ class _NoRealTensors(TorchDispatchMode):
 
 class _Tracer(TracerBase):
     def __init__(
-        self, module: nn.Module, cls: type, function: types.FunctionType, form: dict[str, Any], training: bool
+        self,
+        module: nn.Module,
+        cls: type,
+        function: types.FunctionType,
+        form: dict[str, Any],
+        training: bool,
+        inline: Collection[Path],
     ):
         self.graph = Graph()
         self.module, self.cls, self.function = module, cls, function
@@ -111,6 +130,7 @@ class _Tracer(TracerBase):
         self.optional = _optional(function)
         self.reads: dict[tuple[Path, str, str], Read] = {}
         self.lent: list[tuple[str, Any, Any]] = []
+        self.inline = inline
         self.helpers: set[Callable[..., Any]] = set()
 
     # what shadows report
@@ -121,7 +141,9 @@ class _Tracer(TracerBase):
     def tensor(self, path: Path, name: str, value: torch.Tensor) -> Proxy:
         return self.create_proxy("get_attr", ".".join((*path, name)), (), {})
 
-    def call(self, path: Path, args: tuple, kwargs: dict[str, Any]) -> Proxy:
+    def call(self, shadow: Any, path: Path, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if path in self.inline:
+            return nn.Sequential.forward(shadow, *args, **kwargs)
         if SPLAT in kwargs and sys._getframe(2).f_code is not self.function.__code__:
             raise Untraceable("forward passes **kwargs through a helper")
         return self.create_proxy("call_module", ".".join(path), args, kwargs)
@@ -300,8 +322,11 @@ def forward_of(cls: type) -> Forward:
     return Forward(forward, tuple(decorators))
 
 
-def traces(module: nn.Module, cls: type) -> list[Trace]:
-    """All call forms of `module`'s forward (of class `cls`), each for training and for evaluation."""
+def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[Trace]:
+    """All call forms of `module`'s forward (of class `cls`), each for training and for evaluation.
+
+    Children at the paths in `inline`, which must be plain Sequentials, are not leaves: their children are.
+    """
     try:
         function = forward_of(cls).function
     except Untraceable as reason:
@@ -320,7 +345,7 @@ def traces(module: nn.Module, cls: type) -> list[Trace]:
                 found.append(Trace(form, training, refused="forward has too many forms of call"))
                 break
             try:
-                found.append(_trace(module, cls, function, signature, form, training))
+                found.append(_trace(module, cls, function, signature, form, training, inline))
                 done += 1
             except _Undecided as question:
                 parameter = signature.parameters[question.name]
@@ -349,9 +374,9 @@ def _choices(parameter: inspect.Parameter, asked: bool = False) -> list[Any]:
     return [] if asked else [GIVEN]
 
 
-def _trace(module, cls, function, signature, form, training) -> Trace:  # type: ignore[no-untyped-def]
+def _trace(module, cls, function, signature, form, training, inline) -> Trace:  # type: ignore[no-untyped-def]
     form = dict(form)
-    tracer = _Tracer(module, cls, function, form, training)
+    tracer = _Tracer(module, cls, function, form, training, inline)
     trace = Trace(form, training)
     before = _Outside()
     try:

@@ -28,7 +28,11 @@ def sites(model: nn.Module, kind: str = "fused") -> list[tuple[str, tuple[str, .
 
 def check(model: nn.Module, x: torch.Tensor, *expected: tuple[str, tuple[str, ...]]) -> nn.Module:
     patched = fl.patch_model(twin(model), on_fallback="raise")
+    report = fl.explain(patched)
     assert sites(patched) == list(expected)
+    assert "left out when the model was patched" not in [r.reason for r in report.skipped]
+    fl.patch_model(patched)
+    assert fl.explain(patched).to_dict() == report.to_dict(), "patching again changes nothing"
     for mode in (True, False):
         for m in (patched, model):
             m.train(mode)
@@ -295,3 +299,41 @@ def test_gated_mlps_and_what_is_left_of_one_with_an_adapter():
     assert [(r.rule, r.modules) for r in report.reduced] == [("gated_act", ("act",))]
     assert "not exactly a Linear" in report.reduced[0].reason
     assert_same(fl.patch_model(twin(adapter), on_fallback="raise"), adapter, ROWS)
+
+
+# Sequentials whose last layer belongs to the add after them
+
+
+class Inverted(nn.Module):
+    """torchvision's MobileNet block: the norm before the add is inside a Sequential in a Sequential."""
+
+    def __init__(self):
+        super().__init__()
+        last = nn.Sequential(conv(), nn.BatchNorm2d(6))
+        self.block = nn.Sequential(nn.Sequential(conv(), nn.BatchNorm2d(6), nn.ReLU6(inplace=True)), last)
+
+    def forward(self, x):
+        result = self.block(x)
+        result += x
+        return result
+
+
+def test_a_norm_that_closes_a_sequential_before_an_add():
+    inner = ("batch_norm_act", ("block.0.1", "block.0.2"))
+    patched = check(Inverted(), IMAGE, ("batch_norm_add", ("block.1.1",)), inner)
+    report = fl.explain(patched)
+    assert report.counts.total == {"activation": 1, "norm": 2, "residual": 1} == report.counts.fused
+
+
+def test_what_is_done_to_such_a_sequential_later_acts_as_on_the_original():
+    patched = fl.patch_model(Inverted().eval(), on_fallback="ignore")
+    torch.testing.assert_close(patched.block(IMAGE), fl.unpatch_model(twin(patched)).block(IMAGE))
+    seen = []
+    handle = patched.block[1].register_forward_hook(lambda mod, args, out: seen.append(out.clone()))
+    original = fl.unpatch_model(twin(patched))
+    torch.testing.assert_close(patched(IMAGE), original(IMAGE))
+    assert len(seen) == 2
+    handle.remove()
+    patched.block.append(nn.Tanh())
+    torch.testing.assert_close(patched(IMAGE), fl.unpatch_model(twin(patched))(IMAGE))
+    assert set(fl.explain(patched).fallbacks[""]) == {"block.1 has a hook", "children of block have changed"}
