@@ -158,7 +158,8 @@ def act_bias_backward(
         dz = g if own else torch.empty(shape, dtype=dtype, device=device)
     if need_h:
         h = torch.empty(shape, dtype=dtype, device=device)
-    run, blocks = _backward_launch(*shape, g.stride(), g.dtype, dtype, act, kept is not None, need_dz, need_h, need_db)
+    kept_dtype = None if kept is None else kept.dtype
+    run, blocks = _backward_launch(*shape, g.stride(), g.dtype, kept_dtype, dtype, act, need_dz, need_h, need_db)
     if need_db:
         partial = torch.empty((1, blocks, shape[1]), dtype=compute_dtype(dtype), device=device)
     run(g, kept, dz, h, partial)
@@ -178,15 +179,15 @@ def may_overwrite(g: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _backward_launch(
-    M: int, N: int, g_stride: tuple[int, int], g_dtype: torch.dtype, dtype: torch.dtype, act: Activation,
-    has_act: bool, need_dz: bool, need_h: bool, need_db: bool,
+    M: int, N: int, g_stride: tuple[int, int], g_dtype: torch.dtype, kept_dtype: torch.dtype | None,
+    dtype: torch.dtype, act: Activation, need_dz: bool, need_h: bool, need_db: bool,
 ) -> tuple[Any, int]:  # fmt: skip
     """The launch and the number of partial sums a column."""
     device_act = load("activations")
     grid, tile, per_block, blocks = pass_tile(M, N, need_db)
     rest = (
         M, N, *g_stride, per_block, triton_dtype(compute_dtype(dtype)), device_act.value(act),
-        device_act.gradient(act), *device_act.constants(act), has_act, need_dz, need_h, need_db, *tile,
+        device_act.gradient(act), *device_act.constants(act), kept_dtype is not None, need_dz, need_h, need_db, *tile,
     )  # fmt: skip
     return load("launch").Launch(load("act_bias").act_bias_backward, grid, rest), blocks
 

@@ -133,7 +133,7 @@ def test_gradient_penalty(device):
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("x_dtype", [torch.float32, "low"], ids=str)
-@pytest.mark.parametrize("act", ["relu", "gelu"])
+@pytest.mark.parametrize("act", ["relu", "gelu", "softplus"])
 def test_autocast(act, x_dtype, low, device):
     """float32 parameters under autocast: eager's dtypes, backward outside of the context."""
     inputs = operands(33, 65, 48, device=device)
@@ -150,7 +150,7 @@ def test_autocast(act, x_dtype, low, device):
         return call
 
     y = under(lambda *t: linear_act(*t, act))(*inputs)
-    assert y.dtype == low
+    assert y.dtype == under(eager(act))(*inputs).dtype
     for t, g in zip(inputs, torch.autograd.grad(y.float().sum(), inputs), strict=True):
         assert g.dtype == t.dtype
     compare(under(lambda *t: linear_act(*t, act)), under(eager(act)), inputs, computed=low)
@@ -160,6 +160,13 @@ def test_autocast_leaves_float64_alone(device):
     inputs = operands(5, 4, 3, torch.float64, device)
     with torch.autocast(device, dtype=torch.bfloat16):
         assert linear_act(*inputs, "gelu").dtype == eager("gelu")(*inputs).dtype
+
+
+@pytest.mark.parametrize("act", ["relu", "gelu"])
+def test_gradient_lies_as_its_weight(act, device):
+    weight = randn(7, 5, device=device, grad=False).t().requires_grad_()
+    linear_act(randn(9, 7, device=device), weight, None, act).sum().backward()
+    assert weight.grad.stride() == weight.stride() == (1, 5)
 
 
 def test_nothing_is_multiplied_that_nobody_asked_for(device, monkeypatch):
