@@ -26,7 +26,7 @@ def load(folder: Path) -> dict[str, dict]:
     found = {}
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text())
-        if "results" in data and "hardware" in data:
+        if isinstance(data, dict) and any(isinstance(v, list) for v in data.values()):
             found[path.stem] = data
     return found
 
@@ -68,7 +68,8 @@ def main() -> int:
         (folder / "RESULTS.md").write_text(page(runs))
         if not args.no_plots:
             for name, run in runs.items():
-                plots.draw(run, folder / f"{name}.json")
+                if "kind" in run:
+                    plots.draw(run, folder / f"{name}.json")
     readme = ROOT / "README.md"
     text = readme.read_text() if readme.exists() else ""
     if BEGIN not in text:

@@ -24,13 +24,13 @@ sys.path.insert(0, str(ROOT))
 
 PYTHON = [sys.executable]
 BENCH = [*PYTHON, "-m", "fusedlayers.bench"]
+SCRIPTS = {"batch-norm": "batch_norm_sites", "norms": "row_norms", "residual": "residual_ops"}
 
 
 def commands(out: Path) -> dict[str, list[str]]:
     """Each part's command; `{left}` stands for the seconds it may take."""
     scripts = {
-        name: [*PYTHON, f"benchmarks/{script}.py", str(out / f"{name}.json")]
-        for name, script in (("batch-norm", "batch_norm_sites"), ("norms", "row_norms"), ("residual", "residual_ops"))
+        name: [*PYTHON, f"benchmarks/{script}.py", str(out / f"{name}.json")] for name, script in SCRIPTS.items()
     }
 
     def bench(kind: str, file: str, *more: str) -> list[str]:
@@ -83,10 +83,14 @@ def summary(out: Path, outputs: dict[str, str]) -> str:
         if part in outputs:
             shown = [x for x in outputs[part].splitlines() if re.match(r"FAILED|ERROR|\d+ (passed|failed|error)", x)]
             lines += [f"== {part}", *(x[:230] for x in shown[-24:])]
+    for part in SCRIPTS:
+        if part in outputs:
+            lines += [f"== {part}", *(x[:200] for x in outputs[part].splitlines()[-28:])]
     for path in sorted(out.glob("*.json")):
         try:
             data = json.loads(path.read_text())
-            lines += [f"== {path.stem}", *report.brief(data)]
+            if "kind" in data:
+                lines += [f"== {path.stem}", *report.brief(data)]
         except Exception as error:
             lines.append(f"== {path.stem}: no summary ({type(error).__name__}: {error})")
     return "\n".join(lines)

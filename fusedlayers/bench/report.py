@@ -93,8 +93,9 @@ def _rounded(value: Any) -> Any:
 
 def markdown(run: dict[str, Any]) -> str:
     """The table of a run, with where it was measured above it."""
-    kind = run["kind"]
-    rows = model_rows(run) if kind == "models" else case_rows(run)
+    if "kind" not in run:
+        return f"{run.get('device')}, torch {run.get('torch')}\n\n{table(flat_rows(run))}\n"
+    rows = model_rows(run) if run["kind"] == "models" else case_rows(run)
     versions = run["versions"]
     at = f"{run['hardware']['name']}, torch {versions['torch']}, Triton {versions['triton']}, {run['date']}"
     return f"{at}\n\n{table(rows)}\n"
@@ -132,6 +133,27 @@ def case_rows(run: dict[str, Any]) -> list[list[str]]:
     rows += [[r["case"], r.get("error") or r.get("skipped", "")] + [""] * (len(head) - 2)
              for r in run["results"] if "peers" not in r]  # fmt: skip
     return rows
+
+
+def flat_rows(run: dict[str, Any]) -> list[list[str]]:
+    """The rows of a script's own JSON, whatever its columns: its first list of dicts, nested ones joined by dots."""
+    listed = next(v for v in run.values() if isinstance(v, list) and v and isinstance(v[0], dict))
+    flat = [_flat(row) for row in listed]
+    head = list(dict.fromkeys(k for row in flat for k in row))
+    return [head, *([_cell(row.get(k)) for k in head] for row in flat)]
+
+
+def _flat(row: dict[str, Any], stem: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        found |= _flat(value, f"{stem}{key}.") if isinstance(value, dict) else {f"{stem}{key}": value}
+    return found
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return _number(value)
+    return "-" if value is None else str(value)
 
 
 def removed(result: dict[str, Any], by: str = "fused") -> float:
