@@ -214,6 +214,16 @@ register(
 )
 register(
     Op(
+        "group_norm_act",
+        lambda act, x, weight, bias: fused.group_norm_act(x, 1, weight, bias, 1e-3, act),
+        lambda act, x, weight, bias: act(F.group_norm(x, 1, weight, bias, 1e-3)),
+        lambda lead, n: [_channels_second(lead, n), (n,), (n,)],
+        least=(1, 4),
+        sums=True,
+    )
+)
+register(
+    Op(
         "layer_norm",
         lambda _, x, weight, bias: fused.layer_norm(x, weight.shape, weight, bias, 1e-3),
         lambda _, x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, 1e-3),

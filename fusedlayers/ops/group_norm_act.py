@@ -14,7 +14,7 @@ from torch import Tensor
 from ..activations import Activation
 from ..kernels import KernelError, cdiv, load, next_power_of_2
 from . import _route
-from ._autograd import needs_grad
+from ._autograd import direct, needs_grad
 from ._dtypes import activated, compute_dtype, norm_autocasts, triton_dtype
 from ._layout import dense_stride, memory_order, with_strides
 
@@ -39,7 +39,7 @@ def group_norm_act(
         if route == "triton":
             try:
                 if needs_grad(*tensors):
-                    return _GroupNormAct.apply(*tensors, call)[0]
+                    return _apply(*tensors, call)[0]
                 return call.forward(*tensors)[0]
             except KernelError as error:
                 _route.failed(OP, error)
@@ -75,6 +75,9 @@ class _GroupNormAct(torch.autograd.Function):
         except KernelError as error:
             _route.failed(OP, error)
             return call.composite(*saved, needs, g, None)
+
+
+_apply = direct(_GroupNormAct)
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ class _Call:
         need_dx, need_dweight, need_dbias = needs
         s, t, act, weight = self.sizes, self.tiles, self.act, self.weight_dtype is not None
         loops, ct = (s.E, s.C, s.S // s.align), triton_dtype(self.dtype)
-        flags = (ct, device_act.value(act), device_act.gradient(act), act.keeps == "output")
+        flags = (ct, device_act.value(act), device_act.gradient(act), device_act.from_output(act))
         flags += (*device_act.constants(act), self.mask, weight)
         if t.resident is not None:
             rest = (*loops, s.D, *flags, need_dx, need_dweight or need_dbias, s.align, *t.resident)
