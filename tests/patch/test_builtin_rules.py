@@ -337,3 +337,46 @@ def test_what_is_done_to_such_a_sequential_later_acts_as_on_the_original():
     patched.block.append(nn.Tanh())
     torch.testing.assert_close(patched(IMAGE), fl.unpatch_model(twin(patched))(IMAGE))
     assert set(fl.explain(patched).fallbacks[""]) == {"block.1 has a hook", "children of block have changed"}
+
+
+# group norm, convolutions, modulation
+
+
+def test_group_norm_with_and_without_an_activation():
+    check(nn.Sequential(nn.GroupNorm(3, 6), nn.SiLU(), conv()), IMAGE, ("group_norm_act", ("0", "1")))
+    check(nn.Sequential(nn.GroupNorm(2, 6, affine=False), conv()), IMAGE, ("lone_group_norm", ("0",)))
+
+
+def test_convolution_then_activation():
+    for layer, x in (
+        (nn.Conv2d(6, 3, 1), IMAGE),
+        (nn.Conv1d(6, 3, 1), ROWS.mT),
+        (nn.Conv3d(6, 3, 1), IMAGE[..., None]),
+    ):
+        check(nn.Sequential(layer, nn.ReLU(inplace=True), nn.Flatten()), x, ("conv_act", ("0", "1")))
+    report = fl.explain(nn.Sequential(conv(bias=False), nn.ReLU()))
+    assert [r.reason for r in report.skipped] == ["0 has no bias: its activation alone is one pass already"]
+
+
+def test_modulation_and_gates_of_every_shape():
+    def adaln(self, x):
+        shift, scale = self.ada(x.mean(1)).unsqueeze(1).chunk(2, -1)
+        return self.norm(x) * (1 + scale) + shift
+
+    def film(self, x):
+        return self.scale(x.mean(1))[:, None] * x + self.ada(x.mean(1))[:, None, :6]
+
+    norm = nn.LayerNorm(6, elementwise_affine=False)
+    model = block(adaln, norm=norm, ada=nn.Linear(6, 12))
+    check(model, ROWS, ("scale_residual", ("",)), ("lone_norm", ("norm",)))
+    check(block(film, scale=nn.Linear(6, 1), ada=nn.Linear(6, 12)), ROWS, ("scale_residual", ("",)))
+
+
+def test_arithmetic_on_sizes_and_positions_stays_exact():
+    def forward(self, x):
+        return self.fc(x)[..., self.index * x.shape[0] + self.index // 6]
+
+    model = block(forward, fc=nn.Linear(6, 6))
+    model.register_buffer("index", torch.tensor([0, 1]))
+    patched = fl.patch_model(twin(model), on_fallback="raise")
+    assert torch.equal(patched(ROWS), model(ROWS))

@@ -32,7 +32,20 @@ def scale_residual(
     q = 0.0
     if path is not None and path.training:
         q = path.drop_prob if hasattr(path, "drop_prob") else path.p
+    if not (isinstance(x, Tensor) and isinstance(residual, Tensor) and x.is_floating_point()):
+        return residual + scale * x  # arithmetic on sizes and positions
+    if isinstance(scale, Tensor) and not p and not q:
+        return _multiply_add(scale, x, residual)
     return fused.scale_residual(x, residual, scale, dropout_p=p, drop_path_p=q, training=True)
+
+
+def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """`a * b + c` by shape: a gated branch added to a residual, or a modulation's scale and shift."""
+    if b.shape == c.shape:
+        return fused.scale_residual(b, c, a)
+    if a.shape == c.shape:
+        return fused.scale_residual(a, c, b)
+    return fused.affine_act(a, b, c, "identity") if a.numel() > b.numel() else fused.affine_act(b, a, c, "identity")
 
 
 def _branch(scaled):  # type: ignore[no-untyped-def]
