@@ -106,13 +106,11 @@ def pick(
         RuntimeError: the Triton route is forced and cannot run, with the reason.
     """
     wanted = settings.route
-    if held.routes is not None and wanted == "auto":
-        planned = held.routes.get(op)
-        if planned == "reference":
-            return planned, None
-    else:
-        planned = None
-    if wanted == "reference" or intercepted() is not None:
+    planned = None
+    if wanted == "auto":
+        planned = _table.known(op, tensors) if held.routes is None else held.routes.get(op)
+    # first of all, since here eager's own ops are the faster ones
+    if planned == "reference" or wanted == "reference" or intercepted() is not None:
         return "reference", None
     found = obstacle(tensors) or failures.get(op) or kernels.unavailable() or plan()
     if isinstance(found, str):

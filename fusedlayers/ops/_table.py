@@ -28,26 +28,39 @@ TRAIN, INFER = "train", "infer"
 _BITS = 64
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
-Entry = dict[tuple[bool, torch.dtype], tuple[str | None, ...]]
-"""By direction (whether gradients are needed) and dtype: the route for each bit length; empty: nothing to exchange."""
+Routes = tuple[str | None, ...]
+"""The route for each bit length of a size."""
 
-REFERENCE: Entry = {(train, dtype): ("reference",) * (_BITS + 1) for train in (True, False) for dtype in NAMES}
+Entry = dict[torch.dtype, tuple[Routes, Routes]]
+"""By dtype: without and with a backward. Empty: the op's own choice stands."""
+
+_OWN: Routes = (None,) * (_BITS + 1)
+REFERENCE: Entry = dict.fromkeys(NAMES, (("reference",) * (_BITS + 1),) * 2)
 
 _entries: dict[tuple[str, int], Entry] = {}
 _sources: dict[tuple[str, int], str] = {}
 
 
-def choose(op: str, tensors: Sequence[Tensor | None], preferred: str) -> str:
-    """The route of a call whose op prefers `preferred`; `tensors[0]` gives device, dtype and size."""
+def known(op: str, tensors: Sequence[Tensor | None]) -> str | None:
+    """The route that a table already looked up has for a call; `tensors[0]` gives device, dtype and size."""
     x = tensors[0]
     entry = _entries.get((op, x.get_device()))
-    if entry is None:
-        entry = _resolve(op, x)
-    if not entry:
-        return preferred
-    train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    routes = entry.get((train, x.dtype))
-    return preferred if routes is None else routes[x.numel().bit_length()] or preferred
+    if not entry or (pair := entry.get(x.dtype)) is None:
+        return None
+    bits = x.numel().bit_length()
+    infer, train = pair[0][bits], pair[1][bits]
+    if infer is train:
+        return infer
+    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return train if needed else infer
+
+
+def choose(op: str, tensors: Sequence[Tensor | None], preferred: str) -> str:
+    """The route of a call whose op prefers `preferred`, looked up or measured where it has not been."""
+    x = tensors[0]
+    if (op, x.get_device()) not in _entries:
+        _resolve(op, x)
+    return known(op, tensors) or preferred
 
 
 def explain(op: str, device: int = 0) -> str:
@@ -81,28 +94,25 @@ def in_force(key: tuple[str, int], entry: Entry) -> Iterator[None]:
             _entries[key] = before
 
 
-def _resolve(op: str, x: Tensor) -> Entry:
+def _resolve(op: str, x: Tensor) -> None:
     device = x.get_device()
+    found: Mapping[str, Any] | None = {}
     if not x.is_cuda:
-        return _keep(op, device, {}, "the op's own rule: no measurements without a CUDA device")
-    name = torch.cuda.get_device_name(device)
-    shipped = _shipped(name)
-    if shipped is not None:
-        return _keep(op, device, parse(op, shipped), f"the table shipped for {name}")
-    if not settings.autotune:
-        return _keep(op, device, {}, f"the op's own rule: no table for {name}, and autotuning is off")
-    from . import _measure
+        source = "the op's own rule: no measurements without a CUDA device"
+    else:
+        name = torch.cuda.get_device_name(device)
+        shipped = _shipped(name)
+        if shipped is not None:
+            found, source = shipped, f"the table shipped for {name}"
+        elif not settings.autotune:
+            source = f"the op's own rule: no table for {name}, and autotuning is off"
+        else:
+            from . import _measure
 
-    found, source = _measure.look_up(op, x)
-    if found is None:  # not now: nothing is kept, so that a later call asks again
-        return {}
-    return _keep(op, device, parse(op, found), source)
-
-
-def _keep(op: str, device: int, entry: Entry, source: str) -> Entry:
-    _entries[op, device] = entry
-    _sources[op, device] = source
-    return entry
+            found, source = _measure.look_up(op, x)
+    if found is not None:  # else now is not the time, and a later call asks again
+        _entries[op, device] = parse(op, found)
+        _sources[op, device] = source
 
 
 @functools.lru_cache(maxsize=16)
@@ -123,17 +133,16 @@ def parse(op: str, routes: Mapping[str, Any]) -> Entry:
     """
     entry: Entry = {}
     for dtype, short in NAMES.items():
-        for train in (True, False):
-            runs = routes.get(f"{op}/{TRAIN if train else INFER}/{short}")
-            if runs:
-                entry[train, dtype] = _dense(runs)
+        infer, train = (routes.get(f"{op}/{direction}/{short}") for direction in (INFER, TRAIN))
+        if infer or train:
+            entry[dtype] = _dense(infer or ()), _dense(train or ())
     return entry
 
 
-def _dense(runs: Sequence[tuple[int, str | None]]) -> tuple[str | None, ...]:
+def _dense(runs: Sequence[tuple[int, str | None]]) -> Routes:
     dense: list[str | None] = []
     for bits, route in runs:
         if route not in (None, "reference", "library", "triton") or bits < len(dense) - 1:
             raise ValueError(f"not a run of a route table: {[bits, route]}")
         dense += [route] * (bits + 1 - len(dense))
-    return tuple(dense + [None] * (_BITS + 1 - len(dense)))
+    return (*dense, *_OWN[len(dense) :])

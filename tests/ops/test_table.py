@@ -55,11 +55,11 @@ def test_runs_go_by_bits_of_size():
     entry = _table.parse(
         "op", {"op/train/bf16": [[10, "reference"], [20, None], [24, "library"]], "other/train/fp32": []}
     )
-    routes = entry[True, BF16]
+    infer, routes = entry[BF16]
     assert [routes[n] for n in (0, 10, 11, 20, 21, 24, 25, 64)] == [
         "reference", "reference", None, None, "library", "library", None, None,
     ]  # fmt: skip
-    assert set(entry) == {(True, BF16)}
+    assert set(entry) == {BF16} and set(infer) == {None}
 
 
 @pytest.mark.parametrize("runs", [[[10, "fast"]], [[10, "reference"], [5, None]]])

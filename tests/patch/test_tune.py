@@ -108,7 +108,7 @@ def test_the_plan_repeats_it(net, times, tmp_path):
     again.load_state_dict(net.state_dict())
     patch_model(again, plan=tmp_path / "plan.json", on_fallback="raise")
     assert {r.name for r in fl.explain(again).fused} == {r.name for r in report.kept}
-    assert again.first.__dict__[STATE].routes == {"linear_act": "reference"}
+    assert again.first.__dict__[STATE].routes["linear_act"] in ("reference", "library")
     torch.testing.assert_close(again(x), net(x))
 
 
