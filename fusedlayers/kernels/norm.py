@@ -156,9 +156,8 @@ def backward(
             x = tl.load(s_ptr + rows[:, None] * (s_v * V) + cols, mask=mask, other=0.0).to(CT)
             rstd = tl.load(stats_ptr + rows, mask=in_rows, other=0.0)[:, None]
             if CENTER:
-                mean = tl.load(stats_ptr + M + rows, mask=in_rows, other=0.0)[:, None]
-                # lanes past the edge hold -mean; theirs is multiplied by g = 0 only, but inf * 0 must not appear
-                x = tl.where(in_cols, x - mean, 0.0)
+                # lanes past the edge hold -mean then, and meet g = 0
+                x -= tl.load(stats_ptr + M + rows, mask=in_rows, other=0.0)[:, None]
             xhat = x * rstd
         if NEED_DX:
             wg = g
@@ -241,7 +240,7 @@ def _long_chunk(g_ptr, s_ptr, w_ptr, start, N, mean, rstd, CT: tl.constexpr, OFF
     wg = tl.load(g_ptr + cols, mask=in_cols, other=0.0).to(CT)
     x = tl.load(s_ptr + cols, mask=in_cols, other=0.0).to(CT)
     if CENTER:
-        x = tl.where(in_cols, x - mean, 0.0)
+        x -= mean
     if HAS_W:
         wg *= _weight(w_ptr, cols, in_cols, CT, OFFSET)
     return wg, x * rstd
