@@ -17,6 +17,8 @@ from torch import Tensor
 from . import KernelError, interpreted
 
 _INTERPRETED = interpreted()
+_current_device = getattr(torch._C, "_cuda_getDevice", None)  # both are missing from builds without CUDA
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _build_lock = threading.Lock()
 _MAX_X = 2**31 - 1
 _MAX_YZ = 65535
@@ -44,7 +46,7 @@ class Launch:
         KernelError: the grid is larger than a GPU takes; on the first call: the kernel cannot be built or launched.
     """
 
-    __slots__ = ("_compiled", "grid", "kernel", "num_stages", "num_warps", "rest")
+    __slots__ = ("_ready", "grid", "kernel", "num_stages", "num_warps", "rest")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], rest: tuple[Any, ...], num_warps: int = 4, num_stages: int = 2
@@ -54,23 +56,14 @@ class Launch:
             raise KernelError(f"{kernel.__name__}: a grid of {grid} blocks is larger than a GPU takes")
         self.kernel, self.grid, self.rest = kernel, (x, y, z), rest
         self.num_warps, self.num_stages = num_warps, num_stages
-        self._compiled: dict[Any, Any] = {}
+        self._ready: dict[Any, tuple[Any, Any, Any]] = {}
 
-    def __call__(self, *pointers: Tensor | None, numbers: tuple[int, ...] = ()) -> None:
-        if observer is not None:
-            observer(self, pointers, numbers)
-        else:
-            self.run(pointers, numbers)
-
-    def run(self, pointers: tuple[Tensor | None, ...], numbers: tuple[int, ...] = ()) -> None:
-        """The launch itself."""
-        if _INTERPRETED:
-            if 0 not in self.grid:
-                options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-                with _build_lock:  # the interpreter keeps its grid and patched functions in globals
-                    self.kernel[self.grid](*pointers, *numbers, *self.rest, **options)
+    def __call__(self, *pointers: Tensor | None, numbers: tuple[int, ...] = (), observed: bool = False) -> None:
+        if _INTERPRETED or (observer is not None and not observed):
+            self._unusual(pointers, numbers, observed)
             return
-        addresses, bits, device = [], 0, -1
+        addresses: list[int | None] = []
+        bits, some = 0, None
         for p in pointers:
             if p is None:
                 addresses.append(None)
@@ -78,27 +71,47 @@ class Launch:
                 address = p.data_ptr()
                 addresses.append(address)
                 bits |= address
-                device = p.get_device() if device < 0 else device
+                some = p
+        device = some.get_device()
         # Triton compiles another kernel where a pointer is not 16-byte aligned
         key = device if not bits & 15 else (device, *(a is None or a % 16 == 0 for a in addresses))
-        compiled = self._compiled.get(key)
-        if device != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                self._run(compiled, key, device, pointers, addresses, numbers)
+        ready = self._ready.get(key)
+        if ready is None or device != _current_device():
+            self._elsewhere(ready, key, device, pointers, addresses, numbers)
         else:
-            self._run(compiled, key, device, pointers, addresses, numbers)
+            run, function, metadata = ready
+            x, y, z = self.grid
+            run(
+                x, y, z, _current_stream(device), function, metadata, None, None, None, *addresses, *numbers, *self.rest
+            )
 
-    def _run(
-        self, compiled: Any, key: Any, device: int, pointers: tuple[Tensor | None, ...], addresses: list,
+    def run(self, pointers: tuple[Tensor | None, ...], numbers: tuple[int, ...] = ()) -> None:
+        """The launch itself, for an observer."""
+        self(*pointers, numbers=numbers, observed=True)
+
+    def _unusual(self, pointers: tuple[Tensor | None, ...], numbers: tuple[int, ...], observed: bool) -> None:
+        if observer is not None and not observed:
+            observer(self, pointers, numbers)
+        elif 0 not in self.grid:
+            options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+            with _build_lock:  # the interpreter keeps its grid and patched functions in globals
+                self.kernel[self.grid](*pointers, *numbers, *self.rest, **options)
+
+    def _elsewhere(
+        self, ready: Any, key: Any, device: int, pointers: tuple[Tensor | None, ...], addresses: list,
         numbers: tuple[int, ...],
     ) -> None:  # fmt: skip
-        if compiled is None:
-            if 0 not in self.grid:
-                self._compiled[key] = self._build(pointers, numbers)
+        """The first launch, which builds the kernel, and those on a device that is not the current one."""
+        if 0 in self.grid:
             return
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        function, metadata = compiled.function, compiled.packed_metadata
-        compiled.run(*self.grid, stream, function, metadata, None, None, None, *addresses, *numbers, *self.rest)
+        with torch.cuda.device(device):
+            if ready is None:
+                compiled = self._build(pointers, numbers)
+                self._ready[key] = compiled.run, compiled.function, compiled.packed_metadata
+            else:
+                run, function, metadata = ready
+                stream = _current_stream(device)
+                run(*self.grid, stream, function, metadata, None, None, None, *addresses, *numbers, *self.rest)
 
     def _build(self, pointers: tuple[Tensor | None, ...], numbers: tuple[int, ...]) -> Any:
         """Compiles through Triton's own path, which also makes the first launch."""
