@@ -66,6 +66,29 @@ def test_links_lead_somewhere(path):
             assert anchor in titles, f"{target} has no heading #{anchor}"
 
 
+def names_in(file: str, heading: str, column: int | None = None) -> set[str]:
+    """What stands in backticks in the tables below a heading: in one column, or in all."""
+    section = (ROOT / "docs" / file).read_text(encoding="utf-8").partition(heading)[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!---).*$", section, re.MULTILINE)
+    cells = rows if column is None else [row.split(" | ")[column] for row in rows]
+    return set(re.findall(r"`(\w+)", "\n".join(cells)))
+
+
+def test_every_rule_is_described_and_no_other():
+    assert names_in("patching.md", "## The rules", column=0) == set(fl.rules())
+
+
+def test_every_function_and_layer_is_listed():
+    layers = {re.sub("[23]d$", "1d", name) for name in fl.nn.__all__}
+    assert set(fl.functional.__all__) | layers <= names_in("layers.md", "# Functions and layers")
+
+
+def test_every_setting_is_listed_with_its_variable():
+    known = set(vars(fl.settings))
+    assert names_in("routes-and-settings.md", "## Settings", column=0) == known
+    assert {f"FUSEDLAYERS_{name.upper()}" for name in known} <= names_in("routes-and-settings.md", "## Settings")
+
+
 def test_the_figures_are_those_of_the_results():
     done = subprocess.run([sys.executable, "benchmarks/render.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr or "run benchmarks/render.py: README.md is not what the JSON files say"
