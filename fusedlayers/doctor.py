@@ -61,6 +61,9 @@ def examine() -> DoctorReport:
 def _versions() -> Finding:
     found = [f"python {platform.python_version()}"]
     for name in PACKAGES:
+        if name == "torch":  # with its build, which the package's metadata may lack
+            found.append(f"torch {torch.__version__}")
+            continue
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = ("ops", "kernels", "nn", "properties", "modes")
+KERNELS = ("ops", "kernels", "nn", "properties", "modes", "test_activations.py", "test_inspect.py")
 NO_TESTS = 5
 """pytest's exit status where its options select nothing, as `-k` may in one of the passes."""
 
@@ -32,10 +32,10 @@ def main(options: list[str]) -> int:
     if importlib.util.find_spec("triton") is None:
         print("\n== Pass 2 of 2 is left out: there is no Triton for this platform, so no kernel to interpret")
     else:
-        folders = [f"tests/{name}" for name in KERNELS if (ROOT / "tests" / name).is_dir()]
+        paths = [f"tests/{name}" for name in KERNELS if (ROOT / "tests" / name).exists()]
         # Compiling for a real target and interpreting exclude each other within one process.
         skip = ("--ignore", "tests/kernels/test_compile.py")
-        codes.append(run("Pass 2 of 2: kernels, interpreted", *folders, *skip, *options, TRITON_INTERPRET="1"))
+        codes.append(run("Pass 2 of 2: kernels, interpreted", *paths, *skip, *options, TRITON_INTERPRET="1"))
     failed = [code for code in codes if code not in (0, NO_TESTS)]
     return failed[0] if failed else min(codes)
 
