@@ -8,13 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..ops import _route
 from . import effects, rewrite
 from .filters import Filters
 from .guards import MARK, STATE, is_patched, original_class
+from .records import Counts, Found
 from .report import PatchReport, Record
-from .rewrite import Allow, Counts, Found, Rewritten
+from .rewrite import Rewritten
 from .rule import Rule
 from .shadow import Path
+from .sites import Allow
 
 
 @dataclass
@@ -115,6 +118,7 @@ def report(model: nn.Module, planned: Sequence[Planned]) -> PatchReport:
     made.device = str(tensor.device.type) if tensor is not None else "cpu"
     made.precision = str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
     made.dropouts = sum("drop" in type(m).__name__.lower() for m in model.modules())
+    made.failures = dict(_route.failures)
     by_module = {id(p.module): p for p in planned}
     for name, module in model.named_modules():
         if is_patched(module):

@@ -22,7 +22,8 @@ from ..ops import _route
 from . import guards, trace
 from .codegen import compile_source, generate
 from .guards import MARK, STATE, Site, is_patched
-from .rewrite import Found, Rewritten
+from .records import Found
+from .rewrite import Rewritten
 from .shadow import Path, Untraceable
 
 

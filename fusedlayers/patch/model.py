@@ -12,8 +12,8 @@ from . import analysis, apply
 from .filters import Filter, Filters
 from .guards import MARK, Site, is_patched
 from .plan import PatchPlan
+from .records import Found
 from .report import PatchReport
-from .rewrite import Found
 from .rule import Rule, choose
 from .shadow import Untraceable
 

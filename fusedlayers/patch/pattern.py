@@ -104,24 +104,24 @@ class _Leaf(Pattern):
         if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != len(self.inputs) or node.kwargs:
             return
         module = effects.child(state.module, node.target)
-        if module is None or not (self.stand_in or any(_is_a(module, t) for t in self.types)):
+        if module is None or not (self.stand_in or any(is_a(module, t) for t in self.types)):
             return
         found = state.bind(self.name, Child(tuple(node.target.split(".")), module, self.pins))
         if found is None:
             return
         cls = original_class(module)
-        if not any(_exactly(cls, t) for t in self.types):
+        if not any(exactly(cls, t) for t in self.types):
             wanted = " or ".join(t.rpartition(".")[2] if isinstance(t, str) else t.__name__ for t in self.types)
             found = found.problem(f"{node.target} is a {cls.__module__}.{cls.__qualname__}, not exactly a {wanted}")
         found = replace(found, children=(*found.children, found.get(self.name))).take(self.name, node)
         yield from self._follow(node.args, found.problem(member_problem(module, node.target)))
 
 
-def _is_a(module: nn.Module, kind: type | str) -> bool:
-    return any(_exactly(cls, kind) for cls in type(module).__mro__)
+def is_a(module: nn.Module, kind: type | str) -> bool:
+    return any(exactly(cls, kind) for cls in type(module).__mro__)
 
 
-def _exactly(cls: type, kind: type | str) -> bool:
+def exactly(cls: type, kind: type | str) -> bool:
     return f"{cls.__module__}.{cls.__qualname__}" == kind if isinstance(kind, str) else cls is kind
 
 

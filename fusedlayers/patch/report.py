@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..ops import _route
-from .rewrite import Counts
+from .records import Counts
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class PatchReport:
     device: str = ""
     precision: str = ""
     dropouts: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+    """Ops whose kernel could not be built or launched in this process, and why; they run as plain PyTorch."""
 
     def add(self, record: Record) -> None:
         {"fused": self.fused, "reduced": self.reduced, "skipped": self.skipped}[record.status].append(record)
@@ -69,6 +71,7 @@ class PatchReport:
                 for s in ("fused", "reduced", "skipped")
             },
             "fallbacks": {name: dict(reasons) for name, reasons in self.fallbacks.items()},
+            "failures": dict(self.failures),
             "routes": self.routes,
         }
 
@@ -101,6 +104,7 @@ class PatchReport:
             lines += ["", "calls that took the original path:", *_table(("module", "calls", "reason"), counted)]
         if self.routes:
             lines += ["", "routes:", *_table(("op", "chosen"), list(self.routes.items()))]
+        lines += [f"{op} runs as plain PyTorch: {why}" for op, why in self.failures.items()]
         return "\n".join(lines)
 
 

@@ -83,3 +83,12 @@ def test_a_container_that_cannot_be_traced_says_why():
 def test_what_was_left_out_when_patching_is_said_on_the_patched_model():
     model = fl.patch_model(network(), exclude="3")
     assert ("3.0", "left out when the model was patched") in [(r.name, r.reason) for r in fl.explain(model).skipped]
+
+
+def test_a_kernel_that_could_not_be_built_has_a_line(monkeypatch):
+    from fusedlayers.ops import _route
+
+    monkeypatch.setattr(_route, "failures", {"linear_act": "no C compiler"})
+    report = fl.explain(network())
+    assert str(report).splitlines()[-1] == "linear_act runs as plain PyTorch: no C compiler"
+    assert report.to_dict()["failures"] == {"linear_act": "no C compiler"}

@@ -1,0 +1,230 @@
+"""Finds the sites of one traced graph and rewrites them in place.
+
+Larger patterns come first. What a rule matched but may not fuse is a near miss; if a later rule fuses a part of it,
+that part is reported as reduced, otherwise the near miss is the reason the site was skipped.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from torch import nn
+from torch.fx import Node
+
+from . import effects
+from .codegen import Child, Variant
+from .pattern import State
+from .records import Counts, Found, kind_of
+from .rule import NO_MATCH, Call, Match, Rule
+from .shadow import Path
+from .trace import Trace
+
+Allow = Callable[[tuple[Path, ...], str], "str | None"]
+"""Given the members of a site and the rule's name, why filters leave it out; None when they do not."""
+
+
+class Sites:
+    """The rewriting of one trace's graph."""
+
+    def __init__(self, module: nn.Module, traced: Trace, rules: Sequence[Rule], allow: Allow):
+        self.module, self.traced, self.allow = module, traced, allow
+        self.graph = traced.graph
+        self.members: dict[Path, Child] = {}
+        self.position = {n: i for i, n in enumerate(self.graph.nodes)}
+        self.placed: list[tuple[int, Found]] = []
+        self.touched: set[Path] = set()
+        self.missed: list[tuple[Rule, set[Node], tuple[Path, ...], str]] = []
+        self.gone: set[Node] = set()
+        self.fused = False
+        self.counts = self._count()
+        for rule in rules:
+            if rule.pattern is not None:
+                self._apply(rule)
+        self._report_misses()
+        self.found = self._in_order()
+        for node, kind in self.kinds.items():
+            self.counts.fused[kind] += node in self.gone
+
+    def _in_order(self) -> list[Found]:
+        """Records by where they are in the forward, those with the same members numbered."""
+        seen: Counter[tuple[object, ...]] = Counter()
+        found = []
+        for _, f in sorted(self.placed, key=lambda placed: placed[0]):
+            key = (f.members, f.status == "skipped" and not f.rule)
+            found.append(replace(f, index=seen[key]))
+            seen[key] += 1
+        return found
+
+    def variant(self, opened: Sequence[Child]) -> Variant:
+        """`opened` are Sequentials whose own forward does not run, so that nothing may be hooked to it."""
+        reads = list(self.traced.reads.values())
+        members = [*opened, *self.members.values()]
+        return Variant(self.traced.form, self.traced.training, self.graph, reads, members, self.fused)
+
+    def _count(self) -> Counts:
+        counts = Counts()
+        self.kinds = {n: k for n in self.graph.nodes if (k := kind_of(n, self.module)) is not None}
+        for kind in self.kinds.values():
+            counts.total[kind] += 1
+        return counts
+
+    def _apply(self, rule: Rule) -> None:
+        for node in reversed(list(self.graph.nodes)):
+            if node not in self.gone:
+                self._apply_at(rule, node)
+
+    def _apply_at(self, rule: Rule, root: Node) -> None:
+        """Fuses the first match that may be; else keeps the near miss with the fewest problems."""
+        missed: tuple[int, State, str] | None = None
+        for state in rule.pattern.match(root, State(self.module)):
+            match = Match(self.module, state, self.traced.training)
+            objection = checked(rule, match)
+            if objection == NO_MATCH:
+                continue
+            reason = state.problems[0] if state.problems else self._obstacle(rule, root, state)
+            paths = self._paths(state)
+            made = reason or objection or self.allow(paths, rule.name) or made_of(rule, match)
+            if isinstance(made, Call):
+                self._replace(rule, root, match, made, {n for _, n in state.nodes}, paths)
+                return
+            if missed is None or len(state.problems) < missed[0]:
+                missed = len(state.problems), state, made
+        if missed is not None:
+            _, state, reason = missed
+            self.missed.append((rule, {n for _, n in state.nodes}, self._paths(state), reason))
+
+    def _paths(self, state: State) -> tuple[Path, ...]:
+        return tuple(dict.fromkeys(c.path for c in reversed(state.children))) or ((),)
+
+    def _obstacle(self, rule: Rule, root: Node, state: State) -> str | None:
+        """What in the data flow around a match forbids computing it in one place."""
+        inside = {n for _, n in state.nodes}
+        outputs = self._outputs(rule, root, state)
+        for name, node in state.nodes:
+            if node not in outputs and not set(node.users) <= inside:
+                return f"{_say(node, name)} is also read elsewhere"
+        for node, written in state.writes:
+            if written not in inside:
+                return f"{_say(node)} overwrites a value that others may read"
+            if not all(n in inside or n is written for n in effects.roots(written, self.module)):
+                return f"{_say(node)} overwrites a value that others may read"
+            if written in outputs and written is not root:
+                return f"{_say(node)} overwrites a value that is read again"
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
+        span = sorted(order[n] for n in inside)
+        between = [n for n, i in order.items() if span[0] < i < span[-1] and n not in inside and n.op != "get_attr"]
+        operands = {used for n in inside for used in n.all_input_nodes if used not in inside}
+        watched = operands | {n for n in outputs if n is not root}
+        disturber = effects.disturbed(watched, between, self.module)
+        if disturber is not None:
+            return f"{_say(disturber)} may overwrite a value in between"
+        if rule.random and any(effects.is_random(n, self.module) for n in between):
+            return "something in between may draw random numbers"
+        norms = {c.module for c in state.children if isinstance(c.module, nn.modules.batchnorm._NormBase)}
+        for node in between:
+            called = effects.child(self.module, node.target) if node.op == "call_module" else None
+            if norms and called is not None and norms & set(called.modules()):
+                return f"{_say(node)} updates the same running statistics in between"
+        if len(outputs) > 1:
+            first_reader = min((order[u] for o in outputs for u in o.users if u not in inside), default=len(order))
+            if max((order[o] for o in operands), default=-1) > first_reader:
+                return "its values are needed in another order"
+        return None
+
+    def _outputs(self, rule: Rule, root: Node, state: State) -> list[Node]:
+        if not rule.outputs:
+            return [root]
+        named = dict(reversed(state.nodes))
+        return [named[name] for name in rule.outputs]
+
+    def _replace(
+        self, rule: Rule, root: Node, match: Match, made: Call, nodes: set[Node], paths: tuple[Path, ...]
+    ) -> None:
+        outputs = self._outputs(rule, root, match.state)
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
+        readers = [u for o in outputs for u in o.users if u not in nodes]
+        before = min([root.next, *readers], key=lambda n: order.get(n, len(order)))
+        with self.graph.inserting_before(before):
+            fused = self.graph.create_node("call_function", made.op, made.args, made.kwargs)
+            fused.meta["fused"] = rule.name
+            results = [fused]
+            if rule.outputs:
+                results = [self.graph.call_function(operator.getitem, (fused, i)) for i in range(len(outputs))]
+                for result in results:
+                    result.meta["fused"] = rule.name
+        for old, new in zip(outputs, results, strict=True):
+            old.replace_all_uses_with(new)
+        for node in sorted(nodes, key=lambda n: -order[n]):
+            self.graph.erase_node(node)
+        self.gone |= nodes
+        self.fused = True
+        for child in children_of(made, match):
+            self.members[child.path] = _with_pins(self.members.get(child.path), child)
+            self.touched.add(child.path)
+        reduced = next((m for m in self.missed if m[1] & nodes and m[0].priority > rule.priority), None)
+        site = Found("fused", rule.name, paths)
+        if reduced is not None:
+            site = Found("reduced", rule.name, paths, f"not {reduced[0].name}: {reduced[3]}")
+        self._place(nodes, site)
+
+    def _place(self, nodes: Iterable[Node], found: Found) -> None:
+        self.placed.append((min(self.position.get(n, len(self.position)) for n in nodes), found))
+
+    def _report_misses(self) -> None:
+        said: set[Node] = set()
+        for rule, nodes, paths, reason in self.missed:
+            if not nodes & (self.gone | said):
+                self._place(nodes, Found("skipped", rule.name, paths, reason))
+                said |= nodes
+        for node, kind in self.kinds.items():
+            if node not in self.gone and node not in said:
+                where = (tuple(node.target.split(".")),) if node.op == "call_module" else ((),)
+                reason = f"{kind} with nothing to fuse it with: {self._around(node)}"
+                self._place([node], Found("skipped", "", where, reason))
+
+    def _around(self, node: Node) -> str:
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        if source is None:
+            return "it has no input"
+        if source.op == "call_module":
+            kind = type(effects.child(self.module, source.target)).__name__
+            return f"follows {source.target} ({kind})"
+        return f"follows {source.name}"
+
+
+def checked(rule: Rule, match: Match) -> str | None:
+    """What the rule has against the match. A rule that fails is a reason, not a crash."""
+    try:
+        return rule.check(match)
+    except Exception as error:
+        return f"rule {rule.name} failed ({type(error).__name__}: {error})"
+
+
+def made_of(rule: Rule, match: Match) -> Call | str:
+    """What the rule puts in place of the match, likewise."""
+    try:
+        return rule.fuse(match)
+    except Exception as error:
+        return f"rule {rule.name} failed ({type(error).__name__}: {error})"
+
+
+def _with_pins(known: Child | None, child: Child) -> Child:
+    if known is None:
+        return child
+    return Child(child.path, child.module, tuple(dict.fromkeys((*known.pins, *child.pins))))
+
+
+def children_of(made: Call, match: Match) -> list[Child]:
+    children = {c.path: c for c in match.state.children}
+    for child in (*match.extra, *(a for a in (*made.args, *made.kwargs.values()) if isinstance(a, Child))):
+        children[child.path] = _with_pins(children.get(child.path), child)
+    return list(children.values())
+
+
+def _say(node: Node, name: str = "") -> str:
+    if node.op == "call_module":
+        return str(node.target)
+    return name or str(node.name)
