@@ -36,6 +36,11 @@ def gradient(act: Activation) -> Any:
     return globals()[_kernel(act) + "_grad"]
 
 
+def from_output(act: Activation) -> bool:
+    """Whether a gradient that recomputes must go on to the output: ReLU's reads input and output alike."""
+    return act.keeps == "output" and act.name not in ("relu", "identity")
+
+
 def supports(act: Activation) -> bool:
     """Whether the kernels below compute this activation with these settings."""
     return _kernel(act) + "_grad" in globals() and (act.name != "softplus" or act.params[1] <= _OVERFLOWS)
@@ -95,6 +100,14 @@ def _sigmoid(z):
 
 
 @triton.jit
+def _sigmoids(z):
+    """sigmoid(z) and 1 - sigmoid(z), the latter without its cancellation."""
+    e = tl.exp(-tl.abs(z))
+    inverse = 1.0 / (1.0 + e)
+    return tl.where(z < 0, e, 1.0) * inverse, tl.where(z < 0, 1.0, e) * inverse
+
+
+@triton.jit
 def _expm1(z):
     """exp(z) - 1, by its nested series where that cancels (|z| < 1/2: the first term dropped is 1e-8 or 1e-18)."""
     s = 1.0 + z * (1.0 / 8.0)
@@ -130,14 +143,14 @@ def _tanh_series(s):
 
 @triton.jit
 def _tanh(z):
-    """tanh by one exponential, and by a series near zero, where 1 - e cancels."""
+    """tanh by one exponential, and by a series near zero, where that cancels."""
     a = tl.abs(z)
     if z.dtype == tl.float64:
         m = _expm1(-2.0 * a)
         y = -m / (2.0 + m)
     else:
         e = tl.exp(-2.0 * a)
-        y = tl.where(a < 0.25, a * (1.0 - _tanh_series(a * a)), (1.0 - e) / (1.0 + e))
+        y = tl.where(a < 0.25, a * (1.0 - _tanh_series(a * a)), 1.0 - 2.0 * e / (1.0 + e))
     return tl.where(z < 0, -y, y)
 
 
@@ -299,9 +312,9 @@ def _gelu_by_tanh(z, TWICE: tl.constexpr):
 
 @triton.jit
 def _gelu_by_tanh_grad(g, z, TWICE: tl.constexpr):
-    s = _sigmoid(TWICE * (z + 0.044715 * z * z * z))
+    s, rest = _sigmoids(TWICE * (z + 0.044715 * z * z * z))
     slope = TWICE * (1.0 + 0.134145 * z * z)
-    return g * (s + z * s * (1.0 - s) * slope)
+    return g * (s + z * s * rest * slope)
 
 
 @triton.jit
@@ -331,19 +344,19 @@ def quick_gelu(z, P0: tl.constexpr, P1: tl.constexpr):
 
 @triton.jit
 def quick_gelu_grad(g, z, P0: tl.constexpr, P1: tl.constexpr):
-    s = _sigmoid(1.702 * z)
-    return g * (s + 1.702 * z * s * (1.0 - s))
+    s, rest = _sigmoids(1.702 * z)
+    return g * (s + 1.702 * z * s * rest)
 
 
 @triton.jit
 def laplace(z, P0: tl.constexpr, P1: tl.constexpr):
-    cdf, _ = _normal((z - P0) * (1.0 / P1))
+    cdf, _ = _normal((z - P0) / P1)
     return cdf
 
 
 @triton.jit
 def laplace_grad(g, z, P0: tl.constexpr, P1: tl.constexpr):
-    _, e = _normal((z - P0) * (1.0 / P1))
+    _, e = _normal((z - P0) / P1)
     return g * e * (0.3989422804014327 / P1)
 
 
@@ -354,8 +367,8 @@ def silu(z, P0: tl.constexpr, P1: tl.constexpr):
 
 @triton.jit
 def silu_grad(g, z, P0: tl.constexpr, P1: tl.constexpr):
-    s = _sigmoid(z)
-    return g * (s * (1.0 + z * (1.0 - s)))
+    s, rest = _sigmoids(z)
+    return g * (s * (1.0 + z * rest))
 
 
 @triton.jit
