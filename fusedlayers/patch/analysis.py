@@ -108,7 +108,7 @@ def _dotted(container: str, path: Path) -> str:
 def record(container: str, found: Found, overruled: str | None = None) -> Record:
     names = tuple(_dotted(container, path) for path in found.members)
     status, reason = (found.status, found.reason) if overruled is None else ("skipped", overruled)
-    return Record(names[0], found.rule, status, reason, names)
+    return Record(names[0], found.rule, status, reason, names, found.kind)
 
 
 def report(model: nn.Module, planned: Sequence[Planned]) -> PatchReport:
@@ -143,9 +143,9 @@ def report(model: nn.Module, planned: Sequence[Planned]) -> PatchReport:
 
 
 def _drop_leaf_doubles(made: PatchReport) -> None:
-    """A bare layer swapped alone is no longer "with nothing to fuse it with" in its container."""
-    fused = {r.modules[0] for r in made.fused if len(r.modules) == 1}
-    doubled = [r for r in made.skipped if r.modules[0] in fused and len(r.modules) == 1 and not r.rule]
+    """A module replaced as a whole is no longer "with nothing to fuse it with" in its container."""
+    fused = {r.modules[0] for r in made.fused}
+    doubled = [r for r in made.skipped if r.kind and r.modules[0] and r.modules[0] in fused and len(r.modules) == 1]
     made.skipped = [r for r in made.skipped if r not in doubled]
-    made.counts.fused["norm"] += sum(r.reason.startswith("norm") for r in doubled)
-    made.counts.fused["activation"] += sum(r.reason.startswith("activation") for r in doubled)
+    for r in doubled:
+        made.counts.fused[r.kind] += 1

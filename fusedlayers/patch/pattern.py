@@ -135,20 +135,17 @@ class _Act(Pattern):
         if found is None:
             return
         if module is not None:
-            settings = [
-                k
-                for k, v in vars(module).items()
-                if not k.startswith("_") and k not in ("training", "inplace") and _is_setting(v)
-            ]
-            child = Child(tuple(node.target.split(".")), module, tuple(settings))
+            child = Child(tuple(node.target.split(".")), module, settings_of(module))
             found = replace(found, children=(*found.children, child)).problem(member_problem(module, node.target))
         if inplace:
             found = replace(found, writes=(*found.writes, (node, node.args[0])))
         yield from self._follow(node.args[:1], found.take(self.name, node))
 
 
-def _is_setting(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, type(None)))
+def settings_of(activation: nn.Module) -> tuple[str, ...]:
+    """Names of the settings of an activation module, all of which are baked into the `Activation` it gives."""
+    settings = (k for k, v in vars(activation).items() if isinstance(v, (bool, int, float, str, type(None))))
+    return tuple(k for k in settings if not k.startswith("_") and k not in ("training", "inplace"))
 
 
 def activation_of(node: Any, root: nn.Module) -> tuple[Activation, nn.Module | None, bool] | None:

@@ -27,6 +27,8 @@ class Found:
     reason: str = ""
     index: int = 0
     """Which of several sites with the same members."""
+    kind: str = ""
+    """What a record without a rule is about: an activation, norm or residual that nothing took in."""
 
 
 @dataclass

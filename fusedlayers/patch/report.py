@@ -20,6 +20,7 @@ class Record:
     status: str
     reason: str
     modules: tuple[str, ...]
+    kind: str = ""
 
 
 @dataclass

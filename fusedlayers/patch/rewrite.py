@@ -110,7 +110,8 @@ def _rewrite(
             kind = None if child is None else kind_of_module(child)
             if kind is not None:
                 counts.total[kind] += 1
-                kept.append(Found("skipped", "", ((name,),), variants[0].refused or "forward cannot be traced"))
+                why = variants[0].refused or "forward cannot be traced"
+                kept.append(Found("skipped", "", ((name,),), why, kind=kind))
     try:
         signature = inspect.signature(trace.forward_of(cls).function)
     except Untraceable:
@@ -127,7 +128,7 @@ def replace_whole(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Al
         exact = any(exactly(cls, kind) for kind in rule.targets)
         try:
             forward = trace.forward_of(cls)
-            reason = None if exact else f"{cls.__qualname__} is a subclass with a forward of its own to respect"
+            reason = None if exact else f"{cls.__qualname__} is a subclass of the class this rule knows"
         except Untraceable as untraceable:
             reason = str(untraceable)
         reason = reason or _self_problem(module) or allow(((),), rule.name)
@@ -138,7 +139,7 @@ def replace_whole(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Al
             for parameter in list(signature.parameters.values())[1:]:
                 if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                     form[parameter.name] = trace.EMPTY
-                elif parameter.default is parameter.empty:
+                elif parameter.default is parameter.empty or parameter.name in rule.accepts:
                     inputs[parameter.name] = graph.placeholder(parameter.name)
                 else:
                     form[parameter.name] = trace.Exactly(parameter.default)
@@ -155,10 +156,20 @@ def replace_whole(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Al
         graph.output(node)
         members = children_of(made, match)
         variant = Variant(form, None, graph, (), members, fused=True)
-        counts = Counts()
+        counts = _counts_of_members(members, rule)
         found.append(Found("fused", rule.name, tuple(dict.fromkeys(((), *(c.path for c in members))))))
         return Rewritten([variant], found, counts, signature, {c.path for c in members})
     return Rewritten([], found, Counts()) if found else None
+
+
+def _counts_of_members(members: Iterable[Child], rule: Rule) -> Counts:
+    """What a rule for a whole class fuses: its members, and the adds the rule says it holds."""
+    counts = Counts()
+    kinds = [kind_of_module(c.module) for c in members if c.path] + ["residual"] * rule.residuals
+    for kind in filter(None, kinds):
+        counts.total[kind] += 1
+        counts.fused[kind] += 1
+    return counts
 
 
 def _self_problem(module: nn.Module) -> str | None:

@@ -73,6 +73,9 @@ class Rule:
         pattern: what to look for in a container's graph (see `fusedlayers.patch.pattern`).
         target: instead of a pattern, a class (or dotted name, for a library that may be absent) whose whole forward is
             replaced: exact type only.
+        accepts: for a rule with `target`, arguments with a default that the op takes as they are given. Where others
+            do not have their default the original forward runs.
+        residuals: for a rule with `target`, how many residual adds that forward holds.
         outputs: names of the pattern's elements whose values the fused op returns as a tuple; by default only the
             outermost element's value, returned as it is.
         priority: higher is tried first. Larger patterns need a higher one than the parts they contain.
@@ -82,6 +85,8 @@ class Rule:
     name: str = ""
     pattern: Pattern | None = None
     target: type | str | tuple[type | str, ...] | None = None
+    accepts: tuple[str, ...] = ()
+    residuals: int = 0
     outputs: tuple[str, ...] = ()
     priority: int = 0
     random: bool = False

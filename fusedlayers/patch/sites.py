@@ -183,7 +183,7 @@ class Sites:
             if node not in self.gone and node not in said:
                 where = (tuple(node.target.split(".")),) if node.op == "call_module" else ((),)
                 reason = f"{kind} with nothing to fuse it with: {self._around(node)}"
-                self._place([node], Found("skipped", "", where, reason))
+                self._place([node], Found("skipped", "", where, reason, kind=kind))
 
     def _around(self, node: Node) -> str:
         source = node.all_input_nodes[0] if node.all_input_nodes else None

@@ -380,3 +380,34 @@ def test_arithmetic_on_sizes_and_positions_stays_exact():
     model.register_buffer("index", torch.tensor([0, 1]))
     patched = fl.patch_model(twin(model), on_fallback="raise")
     assert torch.equal(patched(ROWS), model(ROWS))
+
+
+# torch's encoder layer
+
+
+@pytest.mark.parametrize("p", [0.0, 0.2])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("activation", ["relu", F.gelu, nn.SiLU()], ids=["relu", "gelu", "module"])
+def test_encoder_layers_train_fused_and_keep_their_fast_path(p, norm_first, activation):
+    layer = nn.TransformerEncoderLayer(6, 2, 9, p, activation, norm_first=norm_first, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    patched = fl.patch_model(twin(model), on_fallback="raise")
+    assert [r.rule for r in fl.explain(patched).fused] == ["transformer_encoder_layer"] * 2
+    mask, padding = torch.zeros(7, 7), torch.zeros(4, 7, dtype=torch.bool)
+    padding[:, -1] = True
+    for mode in (True, False):
+        for options in ({}, {"mask": mask}, {"src_key_padding_mask": padding}):
+            report = fl.verify(patched.train(mode), ROWS, **options)
+            assert report, str(report)
+    with torch.no_grad():
+        assert torch.equal(patched.eval()(ROWS), model.eval()(ROWS)), "the fast path's own result"
+
+
+def test_encoder_layers_with_other_parts_are_left_alone():
+    layer = nn.TransformerEncoderLayer(6, 2, 9, activation=lambda x: x * 2, batch_first=True)
+    reasons = [r.reason for r in fl.explain(layer).skipped if r.rule == "transformer_encoder_layer"]
+    assert reasons == ["its activation is not one this library knows"]
+    layer = nn.TransformerEncoderLayer(6, 2, 9, batch_first=True)
+    layer.linear1 = nn.Sequential(nn.Linear(6, 9))
+    reasons = [r.reason for r in fl.explain(layer).skipped if r.rule == "transformer_encoder_layer"]
+    assert reasons == ["its linear1 is not exactly a Linear"]
