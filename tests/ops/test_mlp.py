@@ -36,6 +36,7 @@ def operands(lead, K, H, N, dtype=torch.float32, device="cpu", needs=(1, 1, 1, 1
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_activations_and_dtypes(act, dtype, device):
+    """Fails where backward takes the pre-activation for the hidden layer."""
     compare(lambda *t: mlp(*t, act), eager(act), operands((17,), 19, 33, 9, dtype, device))
 
 
@@ -86,6 +87,7 @@ def test_expanded_gradient(act, device):
 
 @pytest.mark.parametrize("act", ["relu", "gelu", "identity"])
 def test_higher_derivatives(act, device):
+    """Fails where the composite leaves the activation out."""
     inputs = operands((2,), 3, 3, 2, torch.float64, device)
     assert torch.autograd.gradcheck(lambda *t: mlp(*t, act), inputs)
     assert torch.autograd.gradgradcheck(lambda *t: mlp(*t, act), inputs)
