@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..settings import settings
 
 TABLES = Path(__file__).parent / "tables"
 TRAIN, INFER = "train", "infer"
+_PLAIN = (Tensor, nn.Parameter)
 _BITS = 64
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -43,7 +44,9 @@ _sources: dict[tuple[str, int], str] = {}
 
 def known(op: str, tensors: Sequence[Tensor | None]) -> str | None:
     """The route that a table already looked up has for a call; `tensors[0]` gives device, dtype and size."""
-    x = tensors[0]
+    x = tensors[0] if tensors else None
+    if type(x) not in _PLAIN:  # a proxy or a subclass would see its methods called
+        return None
     entry = _entries.get((op, x.get_device()))
     if not entry or (pair := entry.get(x.dtype)) is None:
         return None

@@ -43,6 +43,11 @@ def machine(monkeypatch, tmp_path):
         yield SimpleNamespace(measured=measured, folder=tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def _pretended_are_plain(monkeypatch):
+    monkeypatch.setattr(_table, "_PLAIN", (*_table._PLAIN, SimpleNamespace))
+
+
 def pretended(numel=512, dtype=FP32, grad=True):
     """What `choose` asks of a tensor, as one on a GPU would answer."""
     return SimpleNamespace(
@@ -204,6 +209,11 @@ def test_probes_run_on_every_route_and_draw_no_random_number(op, monkeypatch):
         assert torch.equal(torch.cuda.get_rng_state(), states)
     assert all(key.startswith(f"{op}/") for key in routes) and isinstance(_table.parse(op, routes), dict)
     assert (op, -1) not in _table._entries or not _table._entries[op, -1]
+
+
+def test_a_traced_value_is_asked_nothing():
+    graph = torch.fx.symbolic_trace(lambda x: affine_act(x, 2.0, 1.0)).graph
+    assert [n.target for n in graph.nodes if n.op == "call_method"] == []
 
 
 @pytest.mark.skipif(not kernels.interpreted() or torch.cuda.is_available(), reason="a kernel's route, on the CPU")
