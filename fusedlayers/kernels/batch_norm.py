@@ -60,6 +60,15 @@ def _tile(q, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM: tl.constexpr, BJ: 
 
 
 @triton.jit
+def _full_tile(q, first, C, BM: tl.constexpr):
+    """Offsets of tile q of a chunk whose tiles are all full, from those of its tile 0; `_tile` without its masks.
+
+    These passes are bound by instructions as much as by bytes: a mask costs one an element.
+    """
+    return first + tl.cast(q, tl.int64) * BM * C
+
+
+@triton.jit
 def _over_tile(v, ROW: tl.constexpr):
     """Sum of a tile over all that is not a channel."""
     if ROW:
@@ -75,18 +84,21 @@ def _visits(extent, B: tl.constexpr, CT: tl.constexpr):
 
 @triton.jit
 def _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT: tl.constexpr, ROW: tl.constexpr,
-                   BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr):  # fmt: skip
+                   BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
     """Mean and M2 of every channel of one chunk."""
     count, across = _tiles(m_lo, m_hi, s_lo, s_hi, BM, BJ, ROW)
     at, mask = _tile(0, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
+    start = at
     origin = tl.load(x_ptr + at, mask=mask, other=0.0).to(CT)
     s1 = tl.zeros((BM, BJ), dtype=CT)
     s2 = tl.zeros((BM, BJ), dtype=CT)
     for q in range(0, count, U):
         for u in tl.static_range(U):  # loads of U tiles in flight for one tile of sums
-            at, mask = _tile(q + u, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
-            d = tl.load(x_ptr + at, mask=mask, other=0.0).to(CT) - origin
-            d = tl.where(mask, d, 0.0)
+            if FULL:
+                d = tl.load(x_ptr + _full_tile(q + u, start, C, BM)).to(CT) - origin
+            else:
+                at, mask = _tile(q + u, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
+                d = tl.where(mask, tl.load(x_ptr + at, mask=mask, other=0.0).to(CT) - origin, 0.0)
             s1 += d
             s2 += d * d
     n = _visits(m_hi - m_lo, BM, CT)[:, None]
@@ -167,7 +179,7 @@ def _parameter(ptr, c, C, HAS: tl.constexpr, default: tl.constexpr, CT: tl.const
 def forward_sums(
     x_ptr, partial_ptr, M, C, S_units, rows_per, cols_per, K,
     CT: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr,
-    U: tl.constexpr,
+    U: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Blocks (K * cdiv(C, GC)). `partial_ptr` (2, K, C): mean and M2 of each chunk. Reads x once."""
     S = S_units * ALIGN
@@ -175,7 +187,7 @@ def forward_sums(
     k = tl.program_id(0) // groups
     group = (tl.program_id(0) % groups).to(tl.int64)
     m_lo, m_hi, s_lo, s_hi = _chunk(k, M, S, rows_per, cols_per)
-    mean, m2 = _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT, ROW, BM, BJ, U)
+    mean, m2 = _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT, ROW, BM, BJ, U, FULL)
     c = group * GC + tl.arange(0, GC)
     tl.store(partial_ptr + tl.cast(k, tl.int64) * C + c, mean, mask=c < C)
     tl.store(partial_ptr + (tl.cast(K, tl.int64) + k) * C + c, m2, mask=c < C)
@@ -204,8 +216,8 @@ def forward_apply(
     CT: tl.constexpr, ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, EPS: tl.constexpr, SOURCE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, TRACK: tl.constexpr,
     WRITE_Z: tl.constexpr, WRITE_STATS: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr,
-    KP: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, STAGES: tl.constexpr,
-    SUM_BM: tl.constexpr, SUM_BJ: tl.constexpr, U: tl.constexpr,
+    KP: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
+    SUM_BM: tl.constexpr, SUM_BJ: tl.constexpr, U: tl.constexpr, SUM_FULL: tl.constexpr,
 ):  # fmt: skip
     """Blocks (K * cdiv(C, GC) times those that share a chunk), each `span` tiles of a chunk, the last ones first.
 
@@ -230,7 +242,9 @@ def forward_apply(
         if SOURCE == 1:
             mean, m2 = _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, KP, CT)
         else:
-            mean, m2 = _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT, ROW, SUM_BM, SUM_BJ, U)
+            mean, m2 = _chunk_moments(
+                x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT, ROW, SUM_BM, SUM_BJ, U, SUM_FULL
+            )  # fmt: skip
         inv, unbiased = _settle(mean, m2, M, S, EPS)
         if TRACK:
             if k + part == 0:
@@ -243,12 +257,16 @@ def forward_apply(
     bias = bias[None, :]
     count, across = _tiles(m_lo, m_hi, s_lo, s_hi, BM, BJ, ROW)
     last = count - 1 - part * span
+    start, _ = _tile(0, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
     for i in tl.range(0, tl.minimum(span, last + 1), num_stages=STAGES):
-        at, mask = _tile(last - i, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
-        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(CT)
+        if FULL:
+            at, mask = _full_tile(last - i, start, C, BM), None
+        else:
+            at, mask = _tile(last - i, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
+        x = tl.load(x_ptr + at, mask=mask, eviction_policy="evict_first").to(CT)
         z = (x - mean) * scale + bias
         if HAS_RES:
-            z += tl.load(res_ptr + at, mask=mask, other=0.0).to(CT)
+            z += tl.load(res_ptr + at, mask=mask).to(CT)
         if WRITE_Z:
             tl.store(z_ptr + at, z.to(z_ptr.dtype.element_ty), mask=mask)
         tl.store(y_ptr + at, ACT(z, P0, P1).to(y_ptr.dtype.element_ty), mask=mask)
@@ -259,27 +277,34 @@ def _chunk_gradients(
     g_ptr, x_ptr, kept_ptr, dz_ptr, dx_ptr, mean, scale, bias, m_lo, m_hi, s_lo, s_hi, group, C, S,
     CT: tl.constexpr, ACT: tl.constexpr, GRAD: tl.constexpr, KEEPS_OUTPUT: tl.constexpr, P0: tl.constexpr,
     P1: tl.constexpr, MASK: tl.constexpr, WRITE_DZ: tl.constexpr, WRITE_DX: tl.constexpr, ROW: tl.constexpr,
-    BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr,
+    BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Sums of dz and of dz * (x - mean) over one chunk."""
     count, across = _tiles(m_lo, m_hi, s_lo, s_hi, BM, BJ, ROW)
+    start, _ = _tile(0, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
     sum_dz = tl.zeros((BM, BJ), dtype=CT)
     sum_dz_x = tl.zeros((BM, BJ), dtype=CT)
     for q in range(0, count, U):
         for u in tl.static_range(U):
-            at, mask = _tile(q + u, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
-            g = tl.load(g_ptr + at, mask=mask, other=0.0).to(CT)
-            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(CT) - mean
+            if FULL:
+                at, mask = _full_tile(q + u, start, C, BM), None
+            else:
+                at, mask = _tile(q + u, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
+            g = tl.load(g_ptr + at, mask=mask).to(CT)
+            x = tl.load(x_ptr + at, mask=mask).to(CT) - mean
             kept = g
             if MASK == 2:
-                kept = tl.load(kept_ptr + at, mask=mask, other=0.0).to(CT)
-            dz = tl.where(mask, _grad_z(g, x, kept, scale, bias, MASK, ACT, GRAD, KEEPS_OUTPUT, P0, P1), 0.0)
+                kept = tl.load(kept_ptr + at, mask=mask).to(CT)
+            dz = _grad_z(g, x, kept, scale, bias, MASK, ACT, GRAD, KEEPS_OUTPUT, P0, P1)
+            if not FULL:  # lanes past the edge hold anything
+                dz = tl.where(mask, dz, 0.0)
+                x = tl.where(mask, x, 0.0)
             if WRITE_DZ:
                 tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
             if WRITE_DX:
                 tl.store(dx_ptr + at, (dz * scale).to(dx_ptr.dtype.element_ty), mask=mask)
             sum_dz += dz
-            sum_dz_x += dz * tl.where(mask, x, 0.0)
+            sum_dz_x += dz * x
     return _over_tile(sum_dz, ROW), _over_tile(sum_dz_x, ROW)
 
 
@@ -290,6 +315,7 @@ def backward_sums(
     CT: tl.constexpr, ACT: tl.constexpr, GRAD: tl.constexpr, KEEPS_OUTPUT: tl.constexpr, P0: tl.constexpr,
     P1: tl.constexpr, MASK: tl.constexpr, HAS_WEIGHT: tl.constexpr, WRITE_DZ: tl.constexpr, WRITE_DX: tl.constexpr,
     ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
     """Blocks (K * cdiv(C, GC)). `partial_ptr` (2, K, C): sums of dz, then of dz * (x - mean).
 
@@ -309,7 +335,7 @@ def backward_sums(
     m_lo, m_hi, s_lo, s_hi = _chunk(k, M, S, rows_per, cols_per)
     sum_dz, sum_dz_x = _chunk_gradients(
         g_ptr, x_ptr, kept_ptr, dz_ptr, dx_ptr, mean[None, :], scale[None, :], bias[None, :], m_lo, m_hi, s_lo, s_hi,
-        group, C, S, CT, ACT, GRAD, KEEPS_OUTPUT, P0, P1, MASK, WRITE_DZ, WRITE_DX, ROW, BM, BJ, U,
+        group, C, S, CT, ACT, GRAD, KEEPS_OUTPUT, P0, P1, MASK, WRITE_DZ, WRITE_DX, ROW, BM, BJ, U, FULL,
     )  # fmt: skip
     tl.store(partial_ptr + tl.cast(k, tl.int64) * C + c, sum_dz, mask=in_c)
     tl.store(partial_ptr + (tl.cast(K, tl.int64) + k) * C + c, sum_dz_x, mask=in_c)
@@ -356,8 +382,8 @@ def backward_apply(
     CT: tl.constexpr, ACT: tl.constexpr, GRAD: tl.constexpr, KEEPS_OUTPUT: tl.constexpr, P0: tl.constexpr,
     P1: tl.constexpr, MASK: tl.constexpr, SOURCE: tl.constexpr, HAS_WEIGHT: tl.constexpr, DRES: tl.constexpr,
     DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr,
-    KP: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, STAGES: tl.constexpr,
-    SUM_BM: tl.constexpr, SUM_BJ: tl.constexpr, U: tl.constexpr,
+    KP: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
+    SUM_BM: tl.constexpr, SUM_BJ: tl.constexpr, U: tl.constexpr, SUM_FULL: tl.constexpr,
 ):  # fmt: skip
     """Blocks as in `forward_apply`. `partial_ptr`: the chunks' sums (2, K, C), or with SAVED their total (2, C).
 
@@ -385,6 +411,7 @@ def backward_apply(
             sum_dz, sum_dz_x = _chunk_gradients(
                 g_ptr, x_ptr, kept_ptr, dx_ptr, dx_ptr, mean[None, :], scale[None, :], bias, m_lo, m_hi, s_lo, s_hi,
                 group, C, S, CT, ACT, GRAD, KEEPS_OUTPUT, P0, P1, MASK, False, False, ROW, SUM_BM, SUM_BJ, U,
+                SUM_FULL,
             )  # fmt: skip
         if k + part == 0:
             _parameter_gradients(dweight_ptr, dbias_ptr, c, C, sum_dz, sum_dz_x, inv, DWEIGHT, DBIAS)
@@ -395,14 +422,18 @@ def backward_apply(
     scale = scale[None, :]
     count, across = _tiles(m_lo, m_hi, s_lo, s_hi, BM, BJ, ROW)
     last = count - 1 - part * span
+    start, _ = _tile(0, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
     for i in tl.range(0, tl.minimum(span, last + 1), num_stages=STAGES):
-        at, mask = _tile(last - i, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
-        dz = tl.load(g_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(CT)
-        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(CT) - mean
+        if FULL:
+            at, mask = _full_tile(last - i, start, C, BM), None
+        else:
+            at, mask = _tile(last - i, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
+        dz = tl.load(g_ptr + at, mask=mask, eviction_policy="evict_first").to(CT)
+        x = tl.load(x_ptr + at, mask=mask, eviction_policy="evict_first").to(CT) - mean
         if MASK != 0:
             kept = dz
             if MASK == 2:
-                kept = tl.load(kept_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(CT)
+                kept = tl.load(kept_ptr + at, mask=mask, eviction_policy="evict_first").to(CT)
             dz = _grad_z(dz, x, kept, scale, bias, MASK, ACT, GRAD, KEEPS_OUTPUT, P0, P1)
         if DRES:
             tl.store(dres_ptr + at, dz.to(dres_ptr.dtype.element_ty), mask=mask)

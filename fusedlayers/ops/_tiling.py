@@ -48,6 +48,19 @@ class Tiling:
         return OWN if self.chunks == 1 else MERGED if self.merge else SAVED
 
     @property
+    def sum_full(self) -> bool:
+        """Whether every tile of the summing pass is full, so that it needs no masks."""
+        tall, _, unroll = self.sum_tile
+        return self._is_full(tall * unroll)
+
+    @property
+    def apply_full(self) -> bool:
+        return self._is_full(self.apply_tile[0])
+
+    def _is_full(self, rows: int) -> bool:
+        return not self.row and self.M % rows == 0 and self.chunk[0] % rows == 0 and self.C % self.channels == 0
+
+    @property
     def loops(self) -> tuple[int, ...]:
         return self.M, self.C, self.S // self.align, *self.chunk, self.chunks
 
@@ -111,7 +124,8 @@ def _tiling(knobs: Knobs, row: bool, M: int, C: int, S: int, itemsize: int, proc
     wanted = max(1, processors * knobs.sum_blocks // groups)
     rows_long = knobs.sum_unroll * tall if S == 1 else tall
     down = max(1, min(wanted, cdiv(M, rows_long)))
-    rows = cdiv(cdiv(M, down), tall) * tall
+    step = rows_long if M % rows_long == 0 else tall
+    rows = cdiv(cdiv(M, down), step) * step
     down = cdiv(M, rows)
     across = max(1, min(wanted // down, cdiv(S, 4 * wide))) if row else 1
     cols = cdiv(cdiv(S, across), max(wide, 16)) * max(wide, 16) if row else 1

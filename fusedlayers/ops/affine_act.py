@@ -42,7 +42,7 @@ def affine_act(
             try:
                 if needs_grad(*tensors):
                     return _apply(x, scale_, shift_, residual, call)[0]
-                return call.forward(x, scale_, shift_, residual)[1]
+                return call.forward(x, scale_, shift_, residual)[0]
             except KernelError as error:
                 _route.failed(OP, error)
     return reference(x, scale, shift, act, dim, residual)
@@ -66,7 +66,7 @@ class _AffineAct(torch.autograd.Function):
         else:
             ctx.mask = _RECOMPUTE if need_x and residual is None else _KEPT
         keep_z = ctx.mask == _KEPT and call.act.keeps == "input"
-        x, y, z, coef = call.forward(x, scale, shift, residual, keep_z, keep_coef=True)
+        y, z, coef = call.forward(x, scale, shift, residual, keep_z, keep_coef=True)
         kept = None if ctx.mask != _KEPT else z if keep_z else y
         ctx.save_for_backward(x if need_x else None, kept, coef)
         ctx.call = call
@@ -109,8 +109,8 @@ class _Call:
         residual: Tensor | None,
         keep_z: bool = False,
         keep_coef: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Returns `(x as read, y, z, coef)`; all but coef share x's dense strides."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns `(y, z, coef)`; y and z have the dense strides of x."""
         plan = self.plan
         x = with_strides(x, self.shape, plan.x_stride)
         if residual is not None:
@@ -123,7 +123,7 @@ class _Call:
         run = self._launches.get((keep_z, keep_coef)) or self._prepare_forward(keep_z, keep_coef)
         scale = scale if isinstance(scale, Tensor) else None
         run(x, residual, scale, shift if isinstance(shift, Tensor) else None, y, z, coef)
-        return x, y, z, coef
+        return y, z, coef
 
     def _prepare_forward(self, keep_z: bool, keep_coef: bool) -> Any:
         kernel, device_act, plan = load("affine"), load("activations"), self.plan
@@ -148,6 +148,7 @@ class _Call:
         plan = self.plan
         need_dx, need_scale, need_shift, need_res = needs
         g = with_strides(g, self.shape, plan.x_stride)
+        x = None if x is None else with_strides(x, self.shape, plan.x_stride)
         dx = dres = partial = dscale = dshift = None
         if need_dx:
             dx = torch.empty_like(g) if g.dtype is self.x_dtype else torch.empty_like(g, dtype=self.x_dtype)
@@ -167,7 +168,7 @@ class _Call:
         kernel, device_act, plan, act = load("affine"), load("activations"), self.plan, self.act
         need_dx, need_scale, need_shift, need_res = needs
         grid, tile, warps, per_block, blocks = _backward_tile(plan)
-        flags = (triton_dtype(self.dtype), device_act.value(act), device_act.gradient(act), act.keeps == "output")
+        flags = (triton_dtype(self.dtype), device_act.value(act), device_act.gradient(act), device_act.from_output(act))
         flags += (*device_act.constants(act), mask, need_dx, need_res, need_scale, need_shift, *tile)
         if plan.family == "col":
             partials = blocks

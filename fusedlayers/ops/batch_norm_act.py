@@ -140,14 +140,16 @@ class _Call:
         layout = (t.align, t.row, t.channels)
         sums = combine = None
         if source in (_SAVED, _MERGED):
-            sums = Launch(kernel.forward_sums, t.sum_grid, (*t.loops, ct, *layout, *t.sum_tile), t.sum_warps)
+            sums = Launch(
+                kernel.forward_sums, t.sum_grid, (*t.loops, ct, *layout, *t.sum_tile, t.sum_full), t.sum_warps
+            )
         if source == _SAVED:
             rest = (t.M, t.C, t.S, *t.chunk, t.chunks, ct, self.eps, bias, self.track, *t.combine_tile)
             combine = Launch(kernel.forward_combine, t.combine_grid, rest)
         flags = (self.weight_dtype is not None, bias, self.residual_dtype is not None)
         flags += (self.track and combine is None, keep and self.keeps_z, keep and combine is None)
         rest = (*t.loops, t.span, ct, device_act.value(self.act), *device_act.constants(self.act), self.eps, source)
-        rest += (*flags, *layout, t.merge, *t.apply_tile, t.apply_stages, *t.sum_tile)
+        rest += (*flags, *layout, t.merge, *t.apply_tile, t.apply_full, t.apply_stages, *t.sum_tile, t.sum_full)
         apply = Launch(kernel.forward_apply, t.apply_grid, rest, t.apply_warps)
         self._launches[keep] = prepared = (sums, combine, apply)
         return prepared
@@ -190,13 +192,14 @@ class _Call:
         need_dx, need_dweight, need_dbias, need_dres = needs
         t, act, mask = self.backward_tiling, self.act, self.mask
         layout, weight = (t.align, t.row, t.channels), self.weight_dtype is not None
-        flags = (triton_dtype(self.dtype), device_act.value(act), device_act.gradient(act), act.keeps == "output")
+        flags = (triton_dtype(self.dtype), device_act.value(act), device_act.gradient(act), device_act.from_output(act))
         flags += device_act.constants(act)
         two_passes, writes = need_dx and self.training, need_dres and mask != _NOTHING
         source = t.source if two_passes else _SAVED
         sums = combine = apply = None
         if source != _OWN:
-            rest = (*t.loops, *flags, mask, weight, writes, need_dx and not two_passes, *layout, *t.sum_tile)
+            rest = (*t.loops, *flags, mask, weight, writes, need_dx and not two_passes)
+            rest += (*layout, *t.sum_tile, t.sum_full)
             sums = Launch(kernel.backward_sums, t.sum_grid, rest, t.sum_warps)
         if source == _SAVED and (two_passes or need_dweight or need_dbias):
             rest = (t.C, t.chunks, two_passes, need_dweight, need_dbias, *t.combine_tile)
@@ -206,7 +209,7 @@ class _Call:
                 writes, mask = False, _NOTHING if self._rereads_dz(need_dres) else mask
             rest = (*t.loops, t.span, *flags, mask, source, weight, writes)
             rest += (need_dweight and combine is None, need_dbias and combine is None)
-            rest += (*layout, t.merge, *t.apply_tile, t.apply_stages, *t.sum_tile)
+            rest += (*layout, t.merge, *t.apply_tile, t.apply_full, t.apply_stages, *t.sum_tile, t.sum_full)
             apply = Launch(kernel.backward_apply, t.apply_grid, rest, t.apply_warps)
         self._launches[needs] = prepared = (sums, combine, apply)
         return prepared

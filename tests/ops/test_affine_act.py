@@ -121,6 +121,14 @@ def test_higher_derivatives(act, device):
     assert torch.autograd.gradgradcheck(lambda t: affine_act(t, 2.0, 0.5, act), (x,))
 
 
+@pytest.mark.parametrize("layout", ["sliced", "transposed"])
+def test_higher_derivatives_of_a_strided_input(layout, device):
+    """What is kept for the second derivative is the input itself, not a dense copy cut off from its graph."""
+    x = laid_out(randn(3, 4, dtype=torch.float64, device=device), layout)
+    scale, shift = randn(4, dtype=torch.float64, device=device), randn(4, dtype=torch.float64, device=device)
+    assert torch.autograd.gradgradcheck(lambda *t: affine_act(*t, "silu"), (x, scale, shift))
+
+
 def test_coefficients_may_change_before_backward(device):
     """Parameters edited between forward and backward: legal where eager allows it (the shift), and right."""
     x, scale, shift = randn(5, 4, device=device), randn(4, device=device), randn(4, device=device)
