@@ -47,9 +47,10 @@ def commands(out: Path) -> dict[str, list[str]]:
         "grid-triton": bench("ops", "grid-triton", "--grid", "--peers", "eager", "--route", "triton"),
         "layers": bench("layers", "layers"),
         "models": bench("models", "models", "--peers", "eager"),
-        "compile": bench("models", "models", "--peers", "eager,compile"),
-        "first-step": bench("models", "models", "--peers", "", "--only", "first-step"),
-        "lengths": bench("models", "models", "--peers", "eager", "--only", "lengths"),
+        "compile": bench("models", "models", "--peers", "compile", "--resume"),
+        "first-step": bench("models", "models", "--peers", "", "--only", "first-step", "--resume"),
+        "lengths": bench("models", "models", "--peers", "", "--only", "lengths", "--resume"),
+        "lengths-compile": bench("models", "models", "--peers", "compile", "--only", "lengths", "--resume"),
         **scripts,
     }  # fmt: skip
 

@@ -100,7 +100,7 @@ def test_models_are_trained_plain_and_patched(tmp_path):
     assert code == 0
     (result,) = found["results"]
     assert set(result["variants"]) == {"eager", "patched"}
-    assert result["variants"]["patched"]["sites"]["fused"] > 0
+    assert result["variants"]["patched"]["sites"]["fused"] > 0 and not result["variants"]["patched"]["fallbacks"]
     assert all(v["full_ms"]["median"] > 0 for v in result["variants"].values())
     assert "mlp/" in report.markdown(found)
 
@@ -161,6 +161,18 @@ def test_a_contender_that_fails_does_not_stop_the_others():
     found = compare({"bad": fails, "good": lambda i: torch.ones(3).sum()}, effort=QUICK, device="cpu")
     assert found["bad"].notes == ["ValueError: no"] and found["bad"].wall_ms is None
     assert found["good"].wall_ms.samples == QUICK.rounds
+
+
+def test_notes_beside_the_models():
+    patched = {"kernels_built_after_ten_steps": 0, "worst_step_over_its_median": 1.25, "mean_step_ms": 12.3}
+    lengths_ = {"patched": {**patched, "first_ten_steps_s": 2.0}, "compile": {"skipped": "no time"}}
+    found = {"kind": "models", "results": [
+        {"case": "first-step", "added_cold_s": 5.04, "added_warm_s": None}, {"case": "lengths", "lengths": lengths_},
+    ]}  # fmt: skip
+    first, second = report.model_notes(found)
+    assert "5.0 s with a cold cache, not measured with a warm one" in first
+    assert "0 of this library's kernels built" in second and "1.25 times" in second
+    assert len(report.model_rows(found)) == 1 and report.brief(found)[1:] == [first, second]
 
 
 def test_numbers():

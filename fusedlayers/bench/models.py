@@ -13,17 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..patch import explain
 from . import first_step, lengths, report
 from .peers import clear
 from .timing import Budget, Spread, peak_memory, seconds, spread, sync
 from .workloads import Workload, training_step, variant, workloads
 
-COMPILE_NEEDS_S = 100.0
-"""Seconds that must be left to start measuring one compiled model: its warm-up, twice, and the timing."""
+NEEDS_S = {"eager": 30.0, "compile": 100.0}
+"""Seconds that must be left on a GPU to start measuring one model: build, warm-up (twice if compiled), timing."""
 
 
 def main(args: argparse.Namespace, peers: Sequence[str], device: str, budget: Budget) -> int:
-    """Measures every chosen model plain and patched first, then, with the time that is left, compiled."""
+    """Measures every chosen model: for the peer `eager` plain and patched, then for `compile` in all four variants.
+
+    Compiling comes last, with the time that is left. With `--resume` what the JSON has is not measured again.
+    """
     torch.backends.cudnn.benchmark = True
     run = report.envelope("models", device, {"peers": args.peers, "only": args.only, "budget": args.budget})
     path = args.json or report.folder(run["hardware"]["name"]) / "models.json"
@@ -38,16 +42,18 @@ def main(args: argparse.Namespace, peers: Sequence[str], device: str, budget: Bu
         print(one_line(result), flush=True)
 
     chosen = [w for w in workloads() if fnmatch.fnmatch(w.name, args.only)]
-    passes = [("eager", "patched")]
+    passes = {}
+    if "eager" in peers:
+        passes["eager"] = ("eager", "patched")
     if "compile" in peers:
         fresh_compile_cache()
-        passes.append(("eager", "patched", "compile", "patched+compile"))
-    for variants in passes:
+        passes["compile"] = ("eager", "patched", "compile", "patched+compile")
+    for peer, variants in passes.items():
         for workload in chosen:
             before = by_name.get(workload.name, {})
             if set(variants) <= set(before.get("variants", {})):
                 continue
-            if budget.left < (COMPILE_NEEDS_S if "compile" in variants and device == "cuda" else 0):
+            if budget.left < (NEEDS_S[peer] if device == "cuda" else 0):
                 if not before:
                     emit({"case": workload.name, "skipped": "the time budget was used up"})
                 continue
@@ -110,6 +116,8 @@ def measure(workload: Workload, variants: Sequence[str], device: str) -> dict[st
     full = {name: full_step(models[name], steps[name]) for name in steps}
     for name, times in in_turns(full, device, rounds=6).items():
         found[name]["full_ms"] = vars(times)
+    if "patched" in models:
+        found["patched"]["fallbacks"] = {n: dict(c) for n, c in explain(models["patched"]).fallbacks.items()}
     for name in set(found) & {"compile", "patched+compile"}:
         saved = found["eager"]["step_ms"]["median"] - found[name]["step_ms"]["median"]
         spent = found[name]["warm_up_s"] * 1e3 - 3 * found[name]["step_ms"]["median"]

@@ -95,10 +95,12 @@ def markdown(run: dict[str, Any]) -> str:
     """The table of a run, with where it was measured above it."""
     if "kind" not in run:
         return f"{run.get('device')}, torch {run.get('torch')}\n\n{table(flat_rows(run))}\n"
-    rows = model_rows(run) if run["kind"] == "models" else case_rows(run)
+    models = run["kind"] == "models"
+    rows = model_rows(run) if models else case_rows(run)
     versions = run["versions"]
     at = f"{run['hardware']['name']}, torch {versions['torch']}, Triton {versions['triton']}, {run['date']}"
-    return f"{at}\n\n{table(rows)}\n"
+    notes = "".join(f"\n- {line}" for line in model_notes(run)) if models else ""
+    return f"{at}\n\n{table(rows)}\n{notes}\n".rstrip() + "\n"
 
 
 def table(rows: list[list[str]]) -> str:
@@ -173,7 +175,7 @@ def model_rows(run: dict[str, Any]) -> list[list[str]]:
     if "compile" in present:
         head.append("compile pays after")
     rows = [head]
-    for r in run["results"]:
+    for r in (r for r in run["results"] if r["case"] not in ("first-step", "lengths")):
         v = r.get("variants", {})
         if "step_ms" not in v.get("eager", {}):
             rows.append([r["case"], r.get("error") or r.get("skipped", "")] + [""] * (len(head) - 2))
@@ -190,6 +192,31 @@ def model_rows(run: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def model_notes(run: dict[str, Any]) -> list[str]:
+    """What was measured beside the step times: a fresh process's first step, and batches of random length."""
+    lines = []
+    for r in run["results"]:
+        if "added_cold_s" in r or "added_warm_s" in r:
+            cold, warm = (_seconds(r.get(f"added_{kind}_s")) for kind in ("cold", "warm"))
+            lines.append(
+                f"Patching adds to resnet50's first step in a fresh process: {cold} with a cold cache, "
+                f"{warm} with a warm one."
+            )
+        for name, found in r.get("lengths", {}).items():
+            if "mean_step_ms" in found:
+                lines.append(
+                    f"BERT-base, 100 batches of random length, {name}: "
+                    f"{found['kernels_built_after_ten_steps']} of this library's kernels built after ten steps, "
+                    f"slowest later step {found['worst_step_over_its_median']:.2f} times the median of its length, "
+                    f"{_number(found['mean_step_ms'])} ms a step, first ten steps {found['first_ten_steps_s']:.1f} s."
+                )
+    return lines
+
+
+def _seconds(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.1f} s"
+
+
 def brief(run: dict[str, Any]) -> list[str]:
     """A run in a few lines: for a grid its smallest ratios, else one line a case."""
     if "results" not in run:
@@ -197,7 +224,12 @@ def brief(run: dict[str, Any]) -> list[str]:
     if run.get("arguments", {}).get("grid"):
         return grid_summary(run["results"])
     if run["kind"] == "models":
-        return [" ".join(row) for row in model_rows(run)]
+        fallen = [
+            f"{r['case']}: fallbacks {r['variants']['patched']['fallbacks']}"
+            for r in run["results"]
+            if r.get("variants", {}).get("patched", {}).get("fallbacks")
+        ]
+        return [" ".join(row) for row in model_rows(run)] + model_notes(run) + fallen
     lines = [f"ceilings: {', '.join(f'{k} {v:.3g}' for k, v in run.get('ceilings', {}).items())}"]
     limit = run.get("ceilings", {}).get("copy_bytes_per_s")
     what = "device_ms" if limit else "wall_ms"
