@@ -129,9 +129,7 @@ def read(found: Read, names: Names) -> Guard | None:
         held = f"getattr({owner}, {found.name!r}, {names.bind(_MISSING, 'missing')})"
         if found.value is None:
             return Guard(f"{held} is None", f"{where} has been set")
-        if isinstance(found.value, (bool, type(None), type, *tracing.shadow.CODE)):
-            return Guard(_same(held, found.value, names), f"{where} has changed")
-        return Guard(f"{held} == {literal(found.value, names)}", f"{where} has changed")
+        return Guard(_same(held, found.value, names), f"{where} has changed")
     if found.kind == "absent":
         return Guard(f"not hasattr({owner}, {found.name!r})", f"{where} has been added")
     if found.kind == "none":

@@ -60,6 +60,8 @@ class State:
 
 
 _UNBOUND: Any = object()
+Kind = type | str | Callable[[type], bool]
+"""A class, the dotted name of one, or a question asked of a class."""
 
 
 class Pattern:
@@ -96,7 +98,7 @@ class _Value(Pattern):
 
 
 class _Leaf(Pattern):
-    def __init__(self, name: str, *types: type | str, pins: tuple[str, ...] = (), stand_in: bool = False):
+    def __init__(self, name: str, *types: Kind, pins: tuple[str, ...] = (), stand_in: bool = False):
         super().__init__(name)
         self.types, self.pins, self.stand_in = types, pins, stand_in
 
@@ -117,12 +119,14 @@ class _Leaf(Pattern):
         yield from self._follow(node.args, found.problem(member_problem(module, node.target)))
 
 
-def is_a(module: nn.Module, kind: type | str) -> bool:
+def is_a(module: nn.Module, kind: Kind) -> bool:
     return any(exactly(cls, kind) for cls in type(module).__mro__)
 
 
-def exactly(cls: type, kind: type | str) -> bool:
-    return f"{cls.__module__}.{cls.__qualname__}" == kind if isinstance(kind, str) else cls is kind
+def exactly(cls: type, kind: Kind) -> bool:
+    if isinstance(kind, str):
+        return f"{cls.__module__}.{cls.__qualname__}" == kind
+    return cls is kind if isinstance(kind, type) else kind(cls)
 
 
 class _Act(Pattern):
@@ -274,8 +278,23 @@ INACTIVE_AT_ZERO: dict[type | str, str] = {
 """Modules that return their input while this setting is zero."""
 
 
+def may_pass_through(node: Any, root: nn.Module) -> bool:
+    """Whether a node calls a module that returns its input, at some setting."""
+    return _passing(node, root) is not None
+
+
 def passes_through(node: Any, root: nn.Module) -> tuple[str, ...] | None:
     """The settings because of which a node's module returns its input, none for Identity; None when it does not."""
+    found = _passing(node, root)
+    if found is None:
+        return None
+    module, setting = found
+    if setting is None:
+        return ()
+    return (setting,) if getattr(module, setting, None) == 0 else None
+
+
+def _passing(node: Any, root: nn.Module) -> tuple[nn.Module, str | None] | None:
     if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return None
     module = effects.child(root, node.target)
@@ -283,9 +302,9 @@ def passes_through(node: Any, root: nn.Module) -> tuple[str, ...] | None:
         return None
     cls = original_class(module)
     if cls is nn.Identity:
-        return ()
+        return module, None
     setting = INACTIVE_AT_ZERO.get(cls) or INACTIVE_AT_ZERO.get(f"{cls.__module__}.{cls.__qualname__}")
-    return (setting,) if setting is not None and getattr(module, setting, None) == 0 else None
+    return None if setting is None else (module, setting)
 
 
 class _Dropout(Pattern):
@@ -330,8 +349,8 @@ def parameter(name: str) -> Pattern:
     return _Parameter(name)
 
 
-def leaf(name: str, *types: type | str, pins: tuple[str, ...] = (), stand_in: bool = False) -> Pattern:
-    """A call of a child whose type is exactly one of `types` (a string is a dotted class name of a library).
+def leaf(name: str, *types: Kind, pins: tuple[str, ...] = (), stand_in: bool = False) -> Pattern:
+    """A call of a child whose type is exactly one of `types`: a class, a library's dotted name, or `fn(cls) -> bool`.
 
     `pins` are settings a rule decides on in `check`; the fused path is then taken only while they are unchanged. With
     `stand_in`, any other module in this place makes a near miss, so that a smaller rule's match reports as reduced.

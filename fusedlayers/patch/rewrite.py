@@ -13,7 +13,7 @@ from torch.fx import Graph
 from . import effects, trace
 from .codegen import Child, Variant
 from .guards import member_problem, original_class
-from .pattern import State, exactly, is_a, passes_through
+from .pattern import State, exactly, is_a, may_pass_through
 from .records import Counts, Found, kind_of, kind_of_module
 from .rule import NO_MATCH, Call, Match, Rule
 from .shadow import Path, Untraceable
@@ -59,7 +59,7 @@ def _open_tails(graph: Graph, module: nn.Module) -> Iterator[Path]:
         if kind_of(node, module) != "residual":
             continue
         for source in node.args:
-            while passes_through(source, module) is not None:
+            while may_pass_through(source, module):
                 source = source.args[0]
             if source.op != "call_module" or len(source.users) != 1:
                 continue

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from . import effects
 from .codegen import Child
-from .pattern import Pattern, State
+from .pattern import Kind, Pattern, State
 from .shadow import Path
 
 NO_MATCH = ""
@@ -84,7 +84,7 @@ class Rule:
 
     name: str = ""
     pattern: Pattern | None = None
-    target: type | str | tuple[type | str, ...] | None = None
+    target: Kind | tuple[Kind, ...] | None = None
     accepts: tuple[str, ...] = ()
     residuals: int = 0
     outputs: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Rule:
         raise TypeError(f"rule {self.name!r} does not say what to fuse to")
 
     @property
-    def targets(self) -> tuple[type | str, ...]:
+    def targets(self) -> tuple[Kind, ...]:
         return self.target if isinstance(self.target, tuple) else (self.target,) if self.target is not None else ()
 
     def __repr__(self) -> str:

@@ -16,8 +16,16 @@ AMBIENT = {
     "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled",
     "get_autocast_dtype", "get_autocast_gpu_dtype", "is_compiling", "is_dynamo_compiling", "is_torchdynamo_compiling",
     "is_exporting", "is_tracing", "is_torch_fx_proxy", "is_fx_tracing", "is_in_onnx_export", "environ", "getenv",
+    "set_grad_enabled", "manual_seed", "set_rng_state", "get_rng_state", "is_tensor", "is_tensor_like",
+    "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic", "_getframe", "currentframe",
 }  # fmt: skip
-"""Names under which forwards ask for state that belongs to the process or the thread, not to the module."""
+"""Names under which forwards ask for, or change, what belongs to the process or the thread, not to the module; and
+questions about a value that symbolic ones answer wrongly."""
+
+ANSWERED = {"isinstance", "issubclass", "type", "hasattr", "getattr", "callable", "print", "id"}
+"""Builtins that the trace answers itself."""
+
+_HANDLERS = ("BEFORE_WITH", "BEFORE_ASYNC_WITH", "SETUP_WITH", "PUSH_EXC_INFO", "SETUP_FINALLY")
 
 
 @dataclass
@@ -27,7 +35,8 @@ class Scan:
     none_tested: set[str] = field(default_factory=set)
     none_tested_outside: set[str] = field(default_factory=set)
     """Likewise of an enclosing function, from a comprehension or lambda in it."""
-    asks_types: bool = False
+    builtins: set[str] = field(default_factory=set)
+    """Those of `ANSWERED` that are called."""
     splats_only: bool = True
     """`**kwargs` is only ever passed on, never looked into."""
     refused: str | None = None
@@ -57,9 +66,15 @@ def _scan(code: types.CodeType) -> Scan:
             found.refused = f"forward asks {name}()"
         elif step.opname.startswith(("STORE_GLOBAL", "DELETE_GLOBAL")):
             found.refused = f"forward writes the global {name}"
+        elif step.opname.startswith("STORE_ATTR"):
+            found.refused = found.refused or f"forward sets .{name}"
+        elif step.opname in _HANDLERS:
+            found.refused = found.refused or "forward has a with or try block"
+        elif step.opname == "IS_OP" and not _with_constant(steps, at):
+            found.refused = found.refused or "forward compares identities"
         elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             found.globals_read.add(name)
-            found.asks_types |= name in ("isinstance", "type", "issubclass")
+            found.builtins |= {name} & ANSWERED
         elif varkw and step.opname.startswith("LOAD_FAST") and varkw in _names(step):
             after = steps[at + 1].opname if at + 1 < len(steps) else ""
             found.splats_only &= after.startswith(("DICT_MERGE", "CALL_FUNCTION_EX")) and step.argval == varkw
@@ -82,7 +97,7 @@ def _scan(code: types.CodeType) -> Scan:
         if isinstance(inner, types.CodeType):
             nested = _scan(inner)
             found.refused = found.refused or nested.refused
-            found.asks_types |= nested.asks_types
+            found.builtins |= nested.builtins
             found.globals_read |= nested.globals_read
             for name in nested.none_tested_outside:
                 if name in arguments and name not in stores:
@@ -94,6 +109,14 @@ def _scan(code: types.CodeType) -> Scan:
             if varkw and varkw in inner.co_freevars:
                 found.splats_only = False
     return found
+
+
+def _with_constant(steps: list[dis.Instruction], at: int) -> bool:
+    """Whether `is` has None on its right, or on its left something that the trace sees for what it is."""
+    right = steps[at - 1]
+    if right.opname.startswith("LOAD_CONST") and right.argval is None:
+        return True
+    return right.opname.startswith(("LOAD_CONST", "LOAD_GLOBAL")) and _harmless(steps, at - 2)
 
 
 def _none_test(steps: list[dis.Instruction], at: int) -> str | None:

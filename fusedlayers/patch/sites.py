@@ -106,14 +106,15 @@ class Sites:
         for name, node in state.nodes:
             if node not in outputs and not set(node.users) <= inside:
                 return f"{_say(node, name)} is also read elsewhere"
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
         for node, written in state.writes:
-            if written not in inside:
-                return f"{_say(node)} overwrites a value that others may read"
-            if not all(n in inside or n is written for n in effects.roots(written, self.module)):
-                return f"{_say(node)} overwrites a value that others may read"
+            # nobody may notice that the fused op leaves this value as it is
+            for held in effects.roots(written, self.module) | {written}:
+                unseen = held in inside or (effects.is_fresh(held, self.module) and set(held.users) <= inside)
+                if not unseen or any(order[u] > order[node] for u in held.users):
+                    return f"{_say(node)} overwrites a value that others may read"
             if written in outputs and written is not root:
                 return f"{_say(node)} overwrites a value that is read again"
-        order = {n: i for i, n in enumerate(self.graph.nodes)}
         span = sorted(order[n] for n in inside)
         between = [n for n, i in order.items() if span[0] < i < span[-1] and n not in inside and n.op != "get_attr"]
         operands = {used for n in inside for used in n.all_input_nodes if used not in inside}

@@ -97,6 +97,11 @@ class Value(Proxy):
     def __setitem__(self, key: Any, value: Any) -> None:
         raise Untraceable("forward assigns into a tensor")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("tracer", "node"):
+            raise Untraceable(f"forward sets .{name} of a value")
+        super().__setattr__(name, value)
+
     def __len__(self) -> int:
         raise Untraceable("forward asks the length of a value")
 
@@ -145,6 +150,12 @@ class _Tracer(TracerBase):
     def call(self, shadow: Any, path: Path, args: tuple, kwargs: dict[str, Any]) -> Any:
         if path in self.inline:
             return nn.Sequential.forward(shadow, *args, **kwargs)
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code is not _trace.__code__:
+            module = frame.f_globals.get("__name__", "")
+            if module.startswith("torch.") and not module.startswith("torch.nn."):
+                raise Untraceable(f"forward runs a child through {module}")
+            frame = frame.f_back
         if SPLAT in kwargs and sys._getframe(2).f_code is not self.function.__code__:
             raise Untraceable("forward passes **kwargs through a helper")
         return self.create_proxy("call_module", ".".join(path), args, kwargs)
@@ -163,8 +174,10 @@ class _Tracer(TracerBase):
             helper = function.__globals__.get(name)
             if isinstance(helper, types.FunctionType) and not _is_torch(helper):
                 names[name] = self._helper(helper)
-        if asked.asks_types:
-            names.update(isinstance=self._isinstance, issubclass=_no_types, type=_no_types)
+            elif type(helper) in (list, dict, set):
+                names[name] = type(helper)(helper)
+                self.lent.append((name, names[name], helper))
+        names.update({name: getattr(self, f"_{name}") for name in asked.builtins})
         local = function
         if names:
             names = {**function.__globals__, **names}
@@ -218,6 +231,26 @@ class _Tracer(TracerBase):
             return issubclass(_KINDS[kind], kinds)
         raise Untraceable("forward asks the type of a value")
 
+    def _hasattr(self, value: Any, name: str) -> bool:
+        if isinstance(value, Proxy):
+            raise Untraceable("forward asks which attributes a value has")
+        return hasattr(value, name)
+
+    def _getattr(self, value: Any, name: str, *default: Any) -> Any:
+        if isinstance(value, Proxy) and default:
+            raise Untraceable("forward asks which attributes a value has")
+        return getattr(value, name, *default)
+
+    def _callable(self, value: Any) -> bool:
+        if isinstance(value, Proxy):
+            raise Untraceable("forward asks the type of a value")
+        return callable(value)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise Untraceable("forward asks for exact types, prints, or compares identities")
+
+    _type = _issubclass = _print = _id = _refuse
+
     # what the graph may hold
 
     def create_node(self, kind, target, args, kwargs, name=None, type_expr=None) -> Node:  # type: ignore[override]
@@ -260,10 +293,6 @@ class _Tracer(TracerBase):
 
     def keys(self, obj: Proxy) -> Any:
         raise Untraceable("forward reads keys of a value")
-
-
-def _no_types(*args: Any) -> Any:
-    raise Untraceable("forward asks for exact types")
 
 
 def _is_torch(function: types.FunctionType) -> bool:
@@ -336,8 +365,8 @@ def _trace(module, cls, function, signature, form, training, inline) -> Trace:  
         tracer.create_node("output", "output", (tracer.create_arg(result),), {})
         before.check()
         for where, given, value in tracer.lent:
-            if not shadow.plain(given) or given != value:
-                raise Untraceable(f"forward writes into self.{where}")
+            if _written(given, value):
+                raise Untraceable(f"forward writes into {where}")
     except _Undecided:
         raise
     except (Untraceable, TraceError) as reason:
@@ -379,16 +408,41 @@ def _arguments(tracer: _Tracer, signature: inspect.Signature, form: dict[str, An
     return args, kwargs
 
 
+def _written(given: Any, value: Any) -> bool:
+    """Whether a list, dict, set or tuple lent to the forward no longer holds what the original does."""
+    if type(given) is not type(value):
+        return True
+    if isinstance(given, dict):
+        return given.keys() != value.keys() or any(_written(given[k], v) for k, v in value.items())
+    if isinstance(given, (list, tuple)):
+        return len(given) != len(value) or any(_written(g, v) for g, v in zip(given, value, strict=True))
+    return given != value if isinstance(given, (set, frozenset)) else given is not value and not shadow.plain(given)
+
+
 class _Outside:
-    """Python's generator, which a forward may draw from: a trace that moved it is refused, and it is put back."""
+    """What running a forward may move besides its values: generators, which are put back, and autograd's count of
+    functions, which tells that a `torch.autograd.Function` ran: only what is inside it was recorded."""
 
     def __init__(self) -> None:
-        self.state = random.getstate()
+        self.python = random.getstate()
+        self.numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
+        self.numpy_state = self.numpy.get_state() if self.numpy else None
+        self.functions = torch._C._autograd._get_sequence_nr()
 
     def check(self) -> None:
-        if random.getstate() != self.state:
+        if torch._C._autograd._get_sequence_nr() != self.functions:
+            raise Untraceable("forward runs a torch.autograd.Function")
+        if self._moved() or random.getstate() != self.python:
             raise Untraceable("forward draws random numbers in Python")
 
+    def _moved(self) -> bool:
+        if self.numpy is None:
+            return False
+        now, before = self.numpy.get_state(), self.numpy_state
+        return now[2:] != before[2:] or bool((now[1] != before[1]).any())
+
     def restore(self) -> None:
-        if random.getstate() != self.state:
-            random.setstate(self.state)
+        if random.getstate() != self.python:
+            random.setstate(self.python)
+        if self._moved():
+            self.numpy.set_state(self.numpy_state)

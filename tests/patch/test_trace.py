@@ -144,7 +144,7 @@ def test_the_real_module_is_not_touched():
         return self.fc(x)
 
     module = container(counts, calls=0)
-    assert refusals(module) == {"forward sets self.calls"} and module.calls == 0
+    assert refusals(module) == {"forward sets .calls"} and module.calls == 0
     module = container(keeps, seen=[])
     traced(module)
     assert module.seen == []
@@ -285,7 +285,7 @@ def test_other_threads_keep_running_during_a_trace():
     call, getattribute = nn.Module.__call__, nn.Module.__getattr__
 
     def forward(self, x):
-        assert nn.Module.__call__ is call and nn.Module.__getattr__ is getattribute
+        assert nn.Module.__call__ == call and nn.Module.__getattr__ == getattribute
         return self.fc(x)
 
     try:
@@ -304,3 +304,108 @@ def test_decorators_are_taken_off_and_put_back(wrap):
     assert len(forward.decorators) == 1 and refusals(module) == {None}
     again = forward.decorate(lambda self, x: self.fc(x) + 1)
     assert not again(module, torch.randn(2, 4)).requires_grad
+
+
+# questions and side effects that symbolic values would answer or lose without a trace
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+SEEN: list = []
+
+
+def _function(self, x):
+    return Doubled.apply(self.fc(x))
+
+
+def _no_grad(self, x):
+    with torch.no_grad():
+        return self.fc(x)
+
+
+def _autocast(self, x):
+    with torch.autocast("cpu", enabled=False):
+        return self.fc(x)
+
+
+def _handler(self, x):
+    try:
+        return self.fc(x) if x.sum() > 0 else x
+    except Exception:
+        return x
+
+
+def _checkpoint(self, x):
+    return torch.utils.checkpoint.checkpoint(self.fc, x, use_reentrant=False)
+
+
+def _checkpoint_of_a_lambda(self, x):
+    return torch.utils.checkpoint.checkpoint(lambda y: self.fc(y), x, use_reentrant=False)
+
+
+def _identity_of_arguments(self, x, y):
+    return self.fc(x) if x is y else self.fc(y)
+
+
+def _is_true(self, x, flag):
+    return self.fc(x) if flag is True else x
+
+
+def _hasattr(self, x):
+    return self.fc(x.tensors if hasattr(x, "tensors") else x)
+
+
+def _getattr_default(self, x):
+    return self.fc(getattr(x, "tensors", x))
+
+
+def _is_tensor(self, x):
+    return self.fc(x) if torch.is_tensor(x) else x
+
+
+def _exact_type(self, x):
+    return self.fc(x) if type(x) is torch.Tensor else x
+
+
+def _prints(self, x):
+    print("called")
+    return self.fc(x)
+
+
+def _fills_a_global(self, x):
+    SEEN.append(x)
+    return self.fc(x)
+
+
+def _sets_an_attribute(self, x):
+    y = self.fc(x)
+    y.tag = 1
+    return y
+
+
+def _writes_an_element(self, x):
+    y = self.fc(x)
+    y[0] = 0
+    return y
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        _function, _no_grad, _autocast, _handler, _checkpoint, _checkpoint_of_a_lambda, _identity_of_arguments,
+        _is_true, _hasattr, _getattr_default, _is_tensor, _exact_type, _prints, _fills_a_global, _sets_an_attribute,
+        _writes_an_element,
+    ],
+    ids=lambda forward: forward.__name__.strip("_"),
+)  # fmt: skip
+def test_what_a_trace_cannot_see_is_refused(forward, capsys):
+    assert None not in refusals(container(forward))
+    assert not SEEN and capsys.readouterr().out == ""
