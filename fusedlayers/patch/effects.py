@@ -23,6 +23,7 @@ _ACTIVATIONS = tuple(
     for c in vars(activation).values()
     if isinstance(c, type) and c.__module__ == activation.__name__ and c not in (nn.MultiheadAttention, nn.RReLU)
 )
+_FRESH_NAMES = ("torchvision.ops.misc.FrozenBatchNorm2d",)
 _QUIET = (*_FRESH_MODULES, *_ACTIVATIONS, nn.Identity, nn.Flatten, nn.Sequential)
 _ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.pow, operator.neg}
 _ARITHMETIC |= {torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.cat, torch.stack, F.linear, F.conv2d}
@@ -58,6 +59,8 @@ def is_fresh(node: Node, root: nn.Module) -> bool:
         return True
     if node.op == "call_module":
         module = child(root, node.target)
+        if module is not None and _name(module) in _FRESH_NAMES:
+            return True
         if module is None or not original_class(module).__module__.startswith("torch.nn."):
             return False
         return isinstance(module, _FRESH_MODULES) or (isinstance(module, _ACTIVATIONS) and not is_inplace(module))
@@ -88,9 +91,15 @@ def overwrites(node: Node, root: nn.Module) -> list[Node]:
 def _is_quiet(module: nn.Module) -> bool:
     """Known to change neither its inputs nor any generator."""
     return all(
-        original_class(m).__module__.startswith("torch.nn.") and isinstance(m, _QUIET) and not is_inplace(m)
+        (original_class(m).__module__.startswith("torch.nn.") and isinstance(m, _QUIET) and not is_inplace(m))
+        or _name(m) in _FRESH_NAMES
         for m in module.modules()
     )
+
+
+def _name(module: nn.Module) -> str:
+    cls = original_class(module)
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def is_data(node: Any) -> bool:

@@ -1,3 +1,20 @@
 """The built-in rules, one a file, registered by the same means a user's are. Importing this registers them."""
 
-from . import batch_norm, conv_act, group_norm, layer_norm, linear_act, mlp, residual, transformer  # noqa: F401
+from . import (  # noqa: F401
+    add_act,
+    batch_norm,
+    batch_norm_act,
+    chunked,
+    conv1d,
+    conv_act,
+    frozen_batch_norm,
+    group_norm,
+    layer_norm,
+    layer_norm_2d,
+    linear_act,
+    mlp,
+    residual,
+    rms_forms,
+    t5,
+    transformer,
+)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ... import functional as fused
 from ...activations import Activation
-from ..pattern import act, leaf, value
+from ..pattern import act, leaf, through, value
 from ..rule import Call, Match, Rule, register_rule
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -30,7 +30,7 @@ def conv_act(conv: nn.Conv2d, activation: Activation, x: Tensor) -> Tensor:
 class ConvAct(Rule):
     """`act(conv(x))`: the bias and the activation in one pass."""
 
-    pattern = act("act")(leaf("conv", *CONVOLUTIONS)(value("x")))
+    pattern = act("act")(through(leaf("conv", *CONVOLUTIONS)(value("x"))))
 
     def check(self, m: Match) -> str | None:
         if m.conv.module.bias is None:

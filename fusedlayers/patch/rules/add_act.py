@@ -1,0 +1,31 @@
+"""A residual add and the activation after it, where no norm before them takes them in."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ... import functional as fused
+from ...activations import Activation
+from .. import effects
+from ..pattern import act, add, through, value
+from ..rule import NO_MATCH, Call, Match, Rule, register_rule
+
+
+def add_act(activation: Activation, x: Tensor, residual: Tensor) -> Tensor:
+    if not x.is_cuda or x.shape != residual.shape:
+        return activation(x + residual)  # nothing to save, or a broadcast that torch sorts out
+    return fused.affine_act(x, 1.0, residual, activation)
+
+
+@register_rule
+class AddAct(Rule):
+    """`act(x + residual)`."""
+
+    pattern = act("act")(add("sum")(through(value("x")), through(value("residual"))))
+    priority = 3
+
+    def check(self, m: Match) -> str | None:
+        return None if effects.is_data(m.x) and effects.is_data(m.residual) else NO_MATCH
+
+    def fuse(self, m: Match) -> Call:
+        return m.call(add_act, m.act, m.x, m.residual)
