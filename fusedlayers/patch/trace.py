@@ -310,6 +310,9 @@ def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[
     except Untraceable as reason:
         return [Trace({}, True, refused=str(reason))]
     signature = inspect.signature(function)
+    private = next((name for name in list(signature.parameters)[1:] if name.startswith("_")), None)
+    if private is not None:  # the generated code's own names start so
+        return [Trace({}, True, refused=f"an argument is named {private}")]
     asked = scan(function)
     found: list[Trace] = []
     for training in (True, False):

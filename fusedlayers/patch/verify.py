@@ -19,7 +19,9 @@ from . import apply
 from .guards import STATE, Site, is_patched
 
 FACTOR = 1.5
-ULPS = 16.0
+ULPS = 4.0
+DIRECT = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Relative difference allowed where there is no float64 reference, by the coarsest dtype the model computes in."""
 
 
 class VerificationError(AssertionError):
@@ -194,8 +196,15 @@ def _run(model: nn.Module, inputs: Sequence[Any], kwinputs: dict[str, Any], back
             found.update((key, grad) for (key, _), grad in zip(named, grads, strict=True))
     buffers = [(n, b) for n, b in model.named_buffers() if b is not None]
     found.update({("buffer", n): b.detach().clone() for n, b in buffers})
-    dtype = next((t.dtype for t in flat if t.is_floating_point()), torch.float32)
-    return _Results(found, not _same_random(before, _random_state()), dtype)
+    return _Results(found, not _same_random(before, _random_state()), _coarsest(model, flat))
+
+
+def _coarsest(model: nn.Module, outputs: Sequence[Tensor]) -> torch.dtype:
+    used = {t.dtype for t in (*model.parameters(), *outputs) if t.is_floating_point()} & DIRECT.keys()
+    for device in {p.device.type for p in model.parameters()}:
+        if torch.is_autocast_enabled(device):
+            used.add(torch.get_autocast_dtype(device))
+    return max(used, key=lambda d: DIRECT.get(d, 1.0), default=torch.float32)
 
 
 def _cotangent(t: Tensor, seed: int) -> Tensor:
@@ -268,7 +277,7 @@ def _compare(fused: _Results, eager: _Results, exact: _Results | None, rtol: flo
             # an eager error that happens to cancel is no measure: the typical one of its kind counts too
             allowed = FACTOR * max(eager_error, typical[kind]) + ULPS * eps
         else:
-            allowed = 64 * max(eps, torch.finfo(eager.dtype).eps)
+            allowed = max(DIRECT[eager.dtype], ULPS * eps)
         made.append(Comparison(kind, name, error, eager_error, allowed, note))
     return sorted(made, key=lambda c: -c.excess)
 

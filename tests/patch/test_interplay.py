@@ -203,3 +203,36 @@ def test_in_a_model_list_and_shared_between_parents():
     fl.patch_model(model, on_fallback="raise")
     assert model[0][0] is model[1][0] and is_patched(shared)
     assert torch.equal(model[0](X), copy.deepcopy(fl.unpatch_model(model))[1](X))
+
+
+@pytest.fixture
+def _one_process(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_ddp(models):
+    patched, original = models
+    wrapped = nn.parallel.DistributedDataParallel(patched)
+    wrapped(X).square().sum().backward()
+    original(X).square().sum().backward()
+    for got, want in zip(patched.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_fsdp2_puts_its_class_on_top_and_stays_fused(models):
+    from torch.distributed.fsdp import fully_shard
+
+    patched, original = models
+    for part in (patched[2], patched[3], patched):
+        fully_shard(part)
+    patched(X).square().sum().backward()
+    original(X).square().sum().backward()
+    for got, want in zip(patched.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), want.grad, rtol=1e-5, atol=1e-5)
+    assert not fl.explain(patched).fallbacks
+    fl.unpatch_model(patched)
+    torch.testing.assert_close(patched(X), original(X))

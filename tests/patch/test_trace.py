@@ -409,3 +409,10 @@ def _writes_an_element(self, x):
 def test_what_a_trace_cannot_see_is_refused(forward, capsys):
     assert None not in refusals(container(forward))
     assert not SEEN and capsys.readouterr().out == ""
+
+
+def test_arguments_named_like_the_generated_code():
+    def forward(self, x, _m=None):
+        return self.fc(x)
+
+    assert refusals(container(forward)) == {"an argument is named _m"}
