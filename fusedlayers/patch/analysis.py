@@ -73,12 +73,14 @@ def plan(
         if not any(child is not None for child in module._modules.values()):
             bare.append((name, module))
             continue
+        if id(module) in swallowed:
+            continue
         rewritten = one(module, rules, _allow(name, filters, only))
         if rewritten is not None:
             swallowed |= _below(module, rewritten.touched)
             opened |= _below(module, rewritten.opened)
             if id(module) in opened:  # said already, where its parent's forward takes its layers in
-                rewritten.found, rewritten.counts = [], Counts()
+                rewritten = Rewritten([], [], Counts())
             yield Planned(name, module, rewritten)
     targeting = [r for r in rules if r.target is not None]
     for name, module in bare:
