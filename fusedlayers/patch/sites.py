@@ -87,8 +87,13 @@ class Sites:
             reason = state.problems[0] if state.problems else self._obstacle(rule, root, state)
             paths = self._paths(state)
             made = reason or objection or self.allow(paths, rule.name) or made_of(rule, match)
+            inside = {n for _, n in state.nodes}
+            if isinstance(made, Call) and inside & {
+                a for a in (*made.args, *made.kwargs.values()) if isinstance(a, Node)
+            }:
+                made = "it reads a value that it would take in"
             if isinstance(made, Call):
-                self._replace(rule, root, match, made, {n for _, n in state.nodes}, paths)
+                self._replace(rule, root, match, made, inside, paths)
                 return
             if missed is None or len(state.problems) < missed[0]:
                 missed = len(state.problems), state, made

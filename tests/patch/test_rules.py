@@ -259,3 +259,15 @@ def test_a_rule_that_fails_is_a_reason_not_a_crash():
     assert (
         "rule breaks failed (AttributeError: this rule's pattern has no element 'nothing')" in report.skipped[0].reason
     )
+
+
+def test_a_value_that_a_rule_would_take_in_and_read_as_well_is_left_alone():
+    class Squares(Pair):
+        def forward(self, x):
+            y = self.act(self.fc(x))
+            return y * y
+
+    model = Squares(nn.Linear(8, 8), nn.ReLU())
+    patched = fl.patch_model(twin(model), rules=["gated_act"], on_fallback="raise")
+    assert "it reads a value that it would take in" in [r.reason for r in fl.explain(model, rules=["gated_act"]).skipped]
+    assert_same(patched, model, X)
