@@ -1,8 +1,8 @@
 """Measures an op's host cost once per machine, and keeps the outcome on disk for every later process.
 
 On a size where the device has next to nothing to do, a call costs what the host spends on it. Where the fused call
-costs the host more than eager's own ops, eager serves tensors so small that its device time still hides behind the
-difference; elsewhere the fused call is at least as fast at any size. So one small probe an op and direction decides,
+costs the host more than eager's own ops, eager serves tensors so small that a network of such calls waits for its
+host; elsewhere the fused call is at least as fast at any size. So one small probe an op and direction decides,
 and builds only that op's own kernels.
 
 Nothing of the user's is touched: probes make their own tensors, draw nothing from any generator, and run outside
@@ -36,6 +36,9 @@ LARGEST = 1 << 22
 """No tensor above this size is worth a measurement: the device is the limit there."""
 EAGER_PASSES = {True: 8, False: 4}
 """About how often eager's ops read or write the tensor, with a backward and without."""
+SLACK = 8
+"""How much longer the device is busy with the products and convolutions beside such an op than with the op itself:
+meanwhile the host runs ahead, and what an op costs it is hidden."""
 
 Args = tuple[Any, ...]
 _lock = threading.Lock()
@@ -90,10 +93,10 @@ def measure(op: str, device: torch.device) -> dict[str, Any]:
 
 
 def crossover(fused_us: float, eager_us: float, bytes_per_us: float, bytes_per_element: int) -> int:
-    """Elements below which eager is faster; 0 where it never is."""
+    """Elements below which eager is faster, inside a network; 0 where it never is."""
     if fused_us <= MARGIN * eager_us:
         return 0
-    return int(fused_us * bytes_per_us / bytes_per_element)
+    return int(fused_us * bytes_per_us / bytes_per_element / SLACK)
 
 
 def host_times(op: str, device: torch.device, step: Callable[[], Any], entries: Sequence[_table.Entry]) -> list[float]:

@@ -185,7 +185,7 @@ def test_one_process_at_a_time(tmp_path):
 def test_where_the_host_costs_more_eager_serves_what_hides_behind_it():
     assert _measure.crossover(50.0, 50.0, 1e6, 16) == 0
     assert _measure.crossover(51.0, 50.0, 1e6, 16) == 0  # within the margin
-    assert _measure.crossover(100.0, 50.0, 1e6, 16) == 6_250_000
+    assert _measure.crossover(100.0, 50.0, 1e6, 16) == 6_250_000 // _measure.SLACK
     assert _measure.bandwidth.__doc__
 
 
