@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from fusedlayers import settings
 from fusedlayers.activations import get
+from fusedlayers.bench.timing import copy_speed
 from fusedlayers.ops import _tiling
 from fusedlayers.ops import batch_norm_act as op
 
@@ -125,13 +126,6 @@ def worst_error(site: Site) -> float:
 
 def _flat(result: tuple[torch.Tensor, tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
     return [result[0], *result[1]]
-
-
-def copy_speed() -> float:
-    """Bytes a second of a large copy, reads and writes counted."""
-    a = torch.empty(2**29, dtype=torch.bfloat16, device="cuda")
-    b = torch.empty_like(a)
-    return 2 * a.nbytes / (replay(lambda: b.copy_(a), 0.1) / 1000)
 
 
 VARIANTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedlayers import functional, settings
-from fusedlayers.bench.timing import Effort, compare, input_sets
+from fusedlayers.bench.timing import Effort, compare, copy_speed, input_sets
 from fusedlayers.ops import scale_residual as op
 
 EFFORT = Effort(rounds=7, turn_ms=4.0)
@@ -102,14 +102,6 @@ def both(fn: Callable[..., Tensor], inputs: list[tuple], grad: Tensor) -> Callab
     return call
 
 
-def copy_speed(rows: int, cols: int) -> float:
-    """Bytes a second that a copy of such tensors reads and writes."""
-    sets = input_sets(2 * rows * cols * 2)
-    pairs = [(tensor(rows, cols).detach(), tensor(rows, cols).detach()) for _ in range(sets)]
-    found = compare({"copy": lambda i: pairs[i][1].copy_(pairs[i][0])}, sets, EFFORT)["copy"]
-    return 2 * rows * cols * 2 / (found.device_ms.median / 1e3)
-
-
 def measure(case: Case, rows: int, cols: int, copy: float, peers: str) -> list[dict[str, Any]]:
     unit = rows * cols * 2
     sets = input_sets(2 * unit)
@@ -184,7 +176,7 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="time tile choices of the fused op instead")
     args = parser.parse_args()
     began = time.monotonic()
-    copy = copy_speed(args.rows, args.cols)
+    copy = copy_speed()
     if args.variants:
         rows = variants(args.rows, args.cols, copy)
     else:

@@ -24,7 +24,7 @@ import torch._functorch.config
 import torch.nn.functional as F
 
 from fusedlayers import functional, settings
-from fusedlayers.bench.timing import peak_memory
+from fusedlayers.bench.timing import copy_speed, peak_memory
 from fusedlayers.kernels import next_power_of_2
 from fusedlayers.ops import _row_norm
 
@@ -123,16 +123,6 @@ def turns(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int = 15) -> dict[str
             end.synchronize()
             times[name].append(1000 * begin.elapsed_time(end))
     return {name: statistics.median(found) for name, found in times.items()}
-
-
-def copy_speed() -> float:
-    """Bytes a second of a large copy, reads and writes counted."""
-    a = torch.empty(2**29, dtype=torch.bfloat16, device="cuda")
-    b = torch.empty_like(a)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        b.copy_(a)
-    return 2 * a.nbytes / (turns({"copy": graph})["copy"] / 1e6)
 
 
 def worst_error(norm: str, cols: int, residual: bool) -> float:
