@@ -50,7 +50,7 @@ def test_gradients_of_any_stride(op: Op, act, device):
     """Stride 0 (`.sum().backward()`), transposed, cut from a NaN-filled buffer."""
     fused, eager = pair(op, act)
     inputs = op.inputs(*size(op), device=device)
-    for layout in ("expanded", "transposed", "sliced", "in_nan_buffer"):
+    for layout in ("contiguous", "expanded", "transposed", "sliced", "in_nan_buffer"):
         found = []
         for fn in (fused, eager):
             outs, _ = run(fn, inputs)

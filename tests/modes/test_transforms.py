@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
@@ -107,7 +108,22 @@ def test_functional_call(op: Op, act, device):
 
 
 class Tagged(torch.Tensor):
-    """A subclass that survives every torch op, as a quantized or a logging tensor does."""
+    """A subclass that survives every torch op."""
+
+
+class Wrapped(torch.Tensor):
+    """A subclass whose values lie in another tensor, as a quantized or a sharded one's do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda t: t.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
 
 
 @every_op
@@ -115,9 +131,10 @@ def test_tensor_subclasses(op: Op, act, device):
     fused, eager = both(op, act)
     inputs = [t.detach() for t in op.inputs(*size(op), device=device)]
     with fl.settings(route="auto"):
-        found = fused(inputs[0].as_subclass(Tagged), *inputs[1:])
-    assert type(found) is Tagged
-    same(found.as_subclass(torch.Tensor), eager(*inputs))
+        tagged = fused(inputs[0].as_subclass(Tagged), *inputs[1:])
+        wrapped = fused(*map(Wrapped, inputs))
+    assert type(tagged) is Tagged and type(wrapped) is Wrapped
+    same([tagged.as_subclass(torch.Tensor), wrapped.inner], [eager(*inputs)] * 2)
 
 
 @pytest.fixture(scope="module")
