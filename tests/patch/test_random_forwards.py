@@ -120,11 +120,11 @@ def run(module: nn.Module, x: torch.Tensor, backward: bool) -> list[torch.Tensor
     return [*found, x.detach(), torch.rand(1), *(b.clone() for b in module.buffers())]
 
 
-def assert_same(source: str) -> int:
+def assert_same(source: str, device: str = "cpu") -> int:
     torch.manual_seed(0)
-    original, x = make(source), torch.randn(4, 6, 5)
+    original, x = make(source).to(device), torch.randn(4, 6, 5).to(device)
     patched = fl.patch_model(twin(original), on_fallback="raise")
-    sites = len(fl.explain(patched).fused)
+    sites = sum(not r.rule.startswith("lone") for r in fl.explain(patched).fused)
     for mode in (True, False):
         for backward in (False, True):
             for m in (original, patched):
@@ -145,7 +145,7 @@ def assert_same(source: str) -> int:
 
 @pytest.mark.parametrize("start", range(0, 80, 20))
 def test_random_forwards(start):
-    assert sum(assert_same(write(seed)) for seed in range(start, start + 20)) > 100
+    assert sum(assert_same(write(seed)) for seed in range(start, start + 20)) > 10
 
 
 @pytest.mark.slow
