@@ -149,7 +149,7 @@ def _signature(signature: inspect.Signature, names: Names) -> tuple[str, str, li
     declared, passed, probes = [], [], []
     parameters = list(signature.parameters.values())[1:]
     for at, p in enumerate(parameters):
-        default = "" if p.default is kinds.empty else f"={literal_default(p.default, names)}"
+        default = "" if p.default is kinds.empty else f"={guards.literal(p.default, names)}"
         if p.kind is kinds.VAR_POSITIONAL:
             declared.append(f"*{p.name}")
             passed.append(f"*{p.name}")
@@ -172,10 +172,6 @@ def _signature(signature: inspect.Signature, names: Names) -> tuple[str, str, li
             probes.append(p.name)
     join = lambda parts: "".join(f", {part}" for part in parts)  # noqa: E731
     return join(declared), join(passed), probes
-
-
-def literal_default(value: Any, names: Names) -> str:
-    return guards.literal(value, names)
 
 
 def _body(graph: Graph, names: Names) -> list[str]:

@@ -14,7 +14,6 @@ from torch.fx import Node
 from . import effects
 from .codegen import Child
 from .pattern import Kind, Pattern, State
-from .shadow import Path
 
 NO_MATCH = ""
 """What `Rule.check` returns for a match that the report need not mention."""
@@ -166,6 +165,3 @@ def choose(wanted: Iterable[str | Rule] | str | Rule | None) -> list[Rule]:
             hint = f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
             raise ValueError(f"no rule is named {rule!r}{hint}")
     return sorted(chosen, key=lambda r: -r.priority)
-
-
-__all__ = ["NO_MATCH", "Call", "Match", "Path", "Rule", "choose", "register_rule", "rules"]
