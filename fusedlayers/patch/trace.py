@@ -355,7 +355,15 @@ def _choices(parameter: inspect.Parameter, asked: bool = False) -> list[Any]:
     return [] if asked else [GIVEN]
 
 
-def _trace(module, cls, function, signature, form, training, inline) -> Trace:  # type: ignore[no-untyped-def]
+def _trace(
+    module: nn.Module,
+    cls: type,
+    function: types.FunctionType,
+    signature: inspect.Signature,
+    form: dict[str, Any],
+    training: bool,
+    inline: Collection[Path],
+) -> Trace:
     form = dict(form)
     tracer = _Tracer(module, cls, function, form, training, inline)
     trace = Trace(form, training)

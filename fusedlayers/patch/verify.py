@@ -7,7 +7,7 @@ import copy
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -309,7 +309,16 @@ def _module_of(c: Comparison) -> str:
     return c.name.rpartition(".")[0] if c.kind in ("parameter gradient", "buffer") else ""
 
 
-def _culprit(model, patched, inputs, kwinputs, eager, exact, rtol, rewind) -> str:  # type: ignore[no-untyped-def]
+def _culprit(
+    model: nn.Module,
+    patched: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwinputs: dict[str, Any],
+    eager: _Results,
+    exact: _Results | None,
+    rtol: float | None,
+    rewind: Callable[[], None],
+) -> str:
     """Halves the patched modules until one is left whose patching alone fails."""
     backward = any(kind.endswith("gradient") for kind, _ in eager.tensors)
 
@@ -344,7 +353,7 @@ def _unpatched(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_found(model: nn.Module) -> Iterator[Any]:
+def _as_found(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Gives a function that puts buffers and generators back; done once more at the end."""
     buffers = [
         (m, name, b, None if b is None else b.detach().clone())

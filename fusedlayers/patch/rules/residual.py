@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ... import functional as fused
 from .. import effects
 from ..codegen import Child
-from ..pattern import add, dropout, either, leaf, maybe, mul, parameter, through, value
+from ..pattern import Pattern, add, dropout, either, leaf, maybe, mul, parameter, through, value
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
 
 LAYER_SCALES = {"timm.layers.layer_scale.LayerScale": "gamma"}
@@ -48,7 +48,7 @@ def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return fused.affine_act(a, b, c, "identity") if a.numel() > b.numel() else fused.affine_act(b, a, c, "identity")
 
 
-def _branch(scaled):  # type: ignore[no-untyped-def]
+def _branch(scaled: Pattern) -> Pattern:
     dropped = through(maybe(dropout("drop"))(through(scaled)))
     return through(maybe(leaf("path", *DROP_PATHS, pins=("mode", "scale_by_keep")))(dropped))
 
