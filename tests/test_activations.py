@@ -375,5 +375,14 @@ def test_accuracy_over_a_wide_grid(act):
                 assert_accurate(*rows, what=f"{what} in [{low}, {low + 1}]")
 
 
+def test_rrelu_still_draws_once_patched():
+    """Recognised for evaluation, it is left alone in a model, whose flag may change."""
+    model = fl.patch_model(nn.Sequential(nn.Linear(8, 8), nn.RReLU(), nn.Linear(8, 8)).eval())
+    x = torch.randn(5, 8)
+    assert torch.equal(model(x), model(x))
+    model.train()
+    assert not torch.equal(model(x), model(x))
+
+
 def test_settings_of_the_tests_are_not_the_defaults():
     assert all(Activation(name).params != Activation(name, given).params for name, given in SETTINGS.items())
