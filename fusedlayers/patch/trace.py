@@ -11,7 +11,6 @@ import dis
 import functools
 import inspect
 import operator
-import random
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -26,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import shadow
 from .decorators import forward_of
+from .outside import Outside, written
 from .scan import scan
 from .shadow import Path, Untraceable
 
@@ -367,7 +367,7 @@ def _trace(
     form = dict(form)
     tracer = _Tracer(module, cls, function, form, training, inline)
     trace = Trace(form, training)
-    before = _Outside()
+    before = Outside()
     try:
         root = shadow.make(module, tracer, cls=cls)
         args, kwargs = _arguments(tracer, signature, form, scan(function).splats_only)
@@ -376,7 +376,7 @@ def _trace(
         tracer.create_node("output", "output", (tracer.create_arg(result),), {})
         before.check()
         for where, given, value in tracer.lent:
-            if _written(given, value):
+            if written(given, value):
                 raise Untraceable(f"forward writes into {where}")
     except _Undecided:
         raise
@@ -417,43 +417,3 @@ def _arguments(tracer: _Tracer, signature: inspect.Signature, form: dict[str, An
             else:
                 args.append(value)
     return args, kwargs
-
-
-def _written(given: Any, value: Any) -> bool:
-    """Whether a list, dict, set or tuple lent to the forward no longer holds what the original does."""
-    if type(given) is not type(value):
-        return True
-    if isinstance(given, dict):
-        return given.keys() != value.keys() or any(_written(given[k], v) for k, v in value.items())
-    if isinstance(given, (list, tuple)):
-        return len(given) != len(value) or any(_written(g, v) for g, v in zip(given, value, strict=True))
-    return given != value if isinstance(given, (set, frozenset)) else given is not value and not shadow.plain(given)
-
-
-class _Outside:
-    """What running a forward may move besides its values: generators, which are put back, and autograd's count of
-    functions, which tells that a `torch.autograd.Function` ran: only what is inside it was recorded."""
-
-    def __init__(self) -> None:
-        self.python = random.getstate()
-        self.numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
-        self.numpy_state = self.numpy.get_state() if self.numpy else None
-        self.functions = torch._C._autograd._get_sequence_nr()
-
-    def check(self) -> None:
-        if torch._C._autograd._get_sequence_nr() != self.functions:
-            raise Untraceable("forward runs a torch.autograd.Function")
-        if self._moved() or random.getstate() != self.python:
-            raise Untraceable("forward draws random numbers in Python")
-
-    def _moved(self) -> bool:
-        if self.numpy is None:
-            return False
-        now, before = self.numpy.get_state(), self.numpy_state
-        return now[2:] != before[2:] or bool((now[1] != before[1]).any())
-
-    def restore(self) -> None:
-        if random.getstate() != self.python:
-            random.setstate(self.python)
-        if self._moved():
-            self.numpy.set_state(self.numpy_state)
