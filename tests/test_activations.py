@@ -91,6 +91,9 @@ NOT_ONES = [
 @pytest.mark.parametrize(("module", "expected"), MODULES, ids=[type(m).__name__ for m, _ in MODULES])
 def test_modules(module, expected):
     found = recognise(module)
+    if isinstance(module, nn.RReLU):  # its flag may change
+        assert found is None
+        found = get(module)
     assert str(found) == expected and get(module) == found
     z = torch.linspace(-4, 4, 33)
     assert torch.equal(found(z), module(z))
@@ -191,7 +194,6 @@ def test_settings():
     for name, bad in [("celu", (0.0,)), ("hardtanh", (2.0, 1.0)), ("softshrink", (-1.0,)), ("elu", (math.nan,))]:
         with pytest.raises(ValueError, match="has no meaning for"):
             Activation(name, bad)
-    assert Activation("rrelu").eval_only and not Activation("relu").eval_only
     assert fl.activations() == sorted(fl.activations()) == names()
 
 
@@ -376,7 +378,7 @@ def test_accuracy_over_a_wide_grid(act):
 
 
 def test_rrelu_still_draws_once_patched():
-    """Recognised for evaluation, it is left alone in a model, whose flag may change."""
+    """Good for evaluation where it is given to a function, it is left alone in a model, whose flag may change."""
     model = fl.patch_model(nn.Sequential(nn.Linear(8, 8), nn.RReLU(), nn.Linear(8, 8)).eval())
     x = torch.randn(5, 8)
     assert torch.equal(model(x), model(x))

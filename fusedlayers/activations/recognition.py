@@ -46,7 +46,7 @@ def get(activation: str | Activation | nn.Module | None) -> Activation:
     if activation is None:
         return get("identity")
     if isinstance(activation, nn.Module):
-        found = recognise(activation)
+        found = _of_module(activation)
         if found is None:
             raise ValueError(f"{activation!r} {refusal(activation)}")
         return found
@@ -60,17 +60,13 @@ def recognise(what: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = No
 
     `what` is a module (exact type only), a function such as `F.gelu`, a `functools.partial` of one, or the name of a
     tensor method. Settings that cannot be represented (a tensor, an unknown mode, randomness in training) give
-    `None`, never a guess. A class of another library is believed only once it has been seen, on a small float64
+    `None`, never a guess; so does a module whose meaning follows its `training` flag, which may change (`get` takes it
+    as it is now). A class of another library is believed only once it has been seen, on a small float64
     probe, to compute what its entry says.
     """
     if isinstance(what, nn.Module):
-        if args or kwargs or "forward" in what.__dict__:  # called with more than z, or not by its class
-            return None
-        cls = type(what)
-        specs = _BY_TYPE.get(cls)
-        if specs is not None:
-            return _match(specs, functools.partial(_attribute, what))
-        return _of_library(what, f"{cls.__module__}.{cls.__qualname__}")
+        found = None if args or kwargs else _of_module(what)  # no activation is called with more than z
+        return None if found is None or "training" in found.spec.requires else found
     if isinstance(what, functools.partial):
         return recognise(what.func, (*what.args, *args), {**what.keywords, **(kwargs or {})})
     specs = _BY_METHOD.get(what, ()) if isinstance(what, str) else _by_function(what)
@@ -140,6 +136,16 @@ def _by_function(function: Any) -> tuple[Spec, ...]:
         return _BY_FUNCTION.get(function, ())
     except TypeError:  # an unhashable callable is nobody's activation
         return ()
+
+
+def _of_module(module: nn.Module) -> Activation | None:
+    if "forward" in module.__dict__:  # not its class's
+        return None
+    cls = type(module)
+    specs = _BY_TYPE.get(cls)
+    if specs is not None:
+        return _match(specs, functools.partial(_attribute, module))
+    return _of_library(module, f"{cls.__module__}.{cls.__qualname__}")
 
 
 def _of_library(module: nn.Module, path: str) -> Activation | None:

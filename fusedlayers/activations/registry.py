@@ -115,11 +115,6 @@ class Activation:
     def keeps(self) -> Keeps:
         return self.spec.keeps
 
-    @property
-    def eval_only(self) -> bool:
-        """Whether the activation it stands for draws random numbers in training: it holds for evaluation only."""
-        return "training" in self.spec.requires
-
     def __call__(self, z: Tensor) -> Tensor:
         return self.spec.reference(z, *self.params)
 

@@ -161,9 +161,7 @@ def activation_of(node: Any, root: nn.Module) -> tuple[Activation, nn.Module | N
         if module is None or len(node.args) != 1 or node.kwargs:
             return None
         found = recognise(module) if original_class(module) is type(module) else None
-        if found is None or found.name == "identity" or found.eval_only:  # a flag may change later
-            return None
-        return found, module, is_inplace(module)
+        return None if found is None or found.name == "identity" else (found, module, is_inplace(module))
     if node.op not in ("call_function", "call_method") or node.meta.get("fused"):
         return None
     rest, kwargs = node.args[1:], node.kwargs
