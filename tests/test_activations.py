@@ -107,7 +107,7 @@ def test_functions_and_methods(what, args, kwargs, expected):
     assert torch.equal(recognise(what, args, kwargs)(z), call(z.clone(), *args, **kwargs))
 
 
-@pytest.mark.parametrize(("what", "args", "kwargs"), NOT_ONES, ids=str)
+@pytest.mark.parametrize(("what", "args", "kwargs"), NOT_ONES, ids=lambda v: getattr(v, "__name__", None) or str(v))
 def test_what_cannot_be_represented_is_no_activation(what, args, kwargs):
     assert recognise(what, args, kwargs) is None
 
