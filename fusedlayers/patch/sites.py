@@ -192,6 +192,8 @@ class Sites:
                 self._place([node], Found("skipped", "", where, reason, kind=kind))
 
     def _around(self, node: Node) -> str:
+        if node.users and all(u.op == "output" for u in node.users):
+            return "what reads it is outside this module"
         source = node.all_input_nodes[0] if node.all_input_nodes else None
         if source is None:
             return "it has no input"

@@ -53,7 +53,7 @@ def step(model: nn.Module, inputs: dict[str, Any], seed: int = 0) -> dict[str, T
 
 
 def assert_alike(got: dict[str, Tensor | None], want: dict[str, Tensor | None], tolerance: float) -> None:
-    """Each tensor is off by at most `tolerance` of its own norm, or of the usual norm of its kind where it is nearly 0."""
+    """Each tensor is off by at most `tolerance` of its norm, or of the usual norm of its kind where its own is less."""
     assert list(got) == list(want)
     sizes: dict[str, list[float]] = {}
     for name, b in want.items():

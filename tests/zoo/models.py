@@ -80,6 +80,14 @@ def _torchvision_vit() -> nn.Module:
     return VisionTransformer(image_size=32, patch_size=16, dropout=0.1, **options)
 
 
+def _torchvision_vgg() -> nn.Module:
+    """With a narrow head: its own holds nine tenths of all weights and nothing that the others do not."""
+    model = _torchvision("vgg11_bn")()
+    model.classifier[0], model.classifier[3] = nn.Linear(512 * 49, 64), nn.Linear(64, 64)
+    model.classifier[6] = nn.Linear(64, 10)
+    return model
+
+
 def _torchvision_frozen() -> nn.Module:
     """The backbone of torchvision's detectors."""
     import torchvision
@@ -94,7 +102,7 @@ def _torchvision_frozen() -> nn.Module:
 zoo("torchvision.resnet18", _torchvision("resnet18"), image(32))
 zoo("torchvision.resnet50", _torchvision("resnet50"), image(32), slow=True)
 zoo("torchvision.resnet50_frozen_bn", _torchvision_frozen, image(32), slow=True)
-zoo("torchvision.vgg11_bn", _torchvision("vgg11_bn"), image(32), slow=True)
+zoo("torchvision.vgg11_bn", _torchvision_vgg, image(32), slow=True)
 zoo("torchvision.densenet121", _torchvision("densenet121"), image(32), slow=True)
 zoo("torchvision.mobilenet_v3_small", _torchvision("mobilenet_v3_small"), image(32))
 zoo("torchvision.efficientnet_b0", _torchvision("efficientnet_b0"), image(32), slow=True)
