@@ -18,6 +18,12 @@ from . import cdiv, next_power_of_2
 
 
 @triton.jit
+def _to_tf32(x):
+    """Rounded to nearest, as the vendor's products do; the tensor cores by themselves cut the low bits off."""
+    return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def linear_forward(
     x_ptr, w_ptr, b_ptr, y_ptr, z_ptr, M, N, K, x_m, x_k, w_n, w_k, b_n,
     CT: tl.constexpr, ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -55,7 +61,14 @@ def linear_forward(
         if UPCAST:
             x = x.to(CT)
             w = w.to(CT)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=CT)
+        if PRECISION == "tf32":
+            acc = tl.dot(_to_tf32(x), _to_tf32(w), acc, input_precision=PRECISION, out_dtype=CT)
+        elif x.dtype.primitive_bitwidth < 32:
+            acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=CT)
+        else:
+            # Without tensor cores one long chain of additions would lose more than the library's sums: each step adds
+            # up from zero. The bound on imprecise additions has no other use here than to keep the two sums apart.
+            acc += tl.dot(x, w, input_precision=PRECISION, out_dtype=CT, max_num_imprecise_acc=BK)
         x_at += BK * step_x
         w_at += BK * step_w
     if HAS_BIAS:

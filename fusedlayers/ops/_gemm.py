@@ -78,7 +78,7 @@ def linear_kernel(
     y = torch.empty(shape, dtype=y_dtype, device=x.device)
     z = torch.empty(shape, dtype=x.dtype, device=x.device) if keep_z else None
     x = rows(x)
-    lowered = x.dtype is torch.float32 and tf32()
+    lowered = x.dtype is torch.float32 and x.is_cuda and tf32()
     b_n = None if bias is None else bias.stride(0)
     b_dtype = None if bias is None else bias.dtype
     run = _linear_launch(
