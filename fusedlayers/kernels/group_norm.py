@@ -20,6 +20,7 @@ import triton.language as tl
 
 from .affine import _grad_z
 from .batch_norm import _rsqrt, _visits
+from .reduce import mean_of
 
 
 @triton.jit
@@ -103,9 +104,9 @@ def forward_resident(
     weight, bias = _parameters(weight_ptr, bias_ptr, e % C, in_e, HAS_WEIGHT, HAS_BIAS, CT)
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(CT)
     count = (tl.cast(D, tl.int64) * S).to(CT)
-    mean = _over_group(tl.sum(x, axis=1), BG, BD) / count
+    mean = mean_of(_over_group(tl.sum(x, axis=1), BG, BD), count)
     off = tl.where(mask, x - _to_entities(mean, BG, BD)[:, None], 0.0)
-    more = _over_group(tl.sum(off, axis=1), BG, BD) / count  # what rounding left of the mean
+    more = mean_of(_over_group(tl.sum(off, axis=1), BG, BD), count)  # what rounding left of the mean
     off = tl.where(mask, off - _to_entities(more, BG, BD)[:, None], 0.0)
     inv = _rsqrt(_over_group(tl.sum(off * off, axis=1), BG, BD) / count + EPS)
     scale = _to_entities(inv, BG, BD) * weight
@@ -123,9 +124,11 @@ def forward_moments(
     x_ptr, partial_ptr, E, C, S_units, per_chunk, K,
     CT: tl.constexpr, ROW: tl.constexpr, ALIGN: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks (entity tiles * K). `partial_ptr` (2, K, E): mean and M2 of each chunk. Reads x once.
+    """Blocks (entity tiles * K). `partial_ptr` (3, K, E), of each chunk: its first value, the mean less that, and M2.
 
     As in the batch norm, each lane sums deviations from its own first value, and lanes combine by Chan's formula.
+    The two parts of a mean stay apart: rounded to one, they would be rounded again when the group's is made of them.
+    Reads x once.
     """
     S = S_units * ALIGN
     k = tl.program_id(0) % K
@@ -150,8 +153,11 @@ def forward_moments(
     mean = _over_positions(visits * lane, ROW) / (hi - lo).to(CT)
     off = lane - _wide(mean, ROW)
     m2 = _over_positions(s2 - s1 * share + visits * off * off, ROW)
-    tl.store(partial_ptr + k.to(tl.int64) * E + e, _over_positions(first, ROW) + mean, mask=in_e)
-    tl.store(partial_ptr + (tl.cast(K, tl.int64) + k) * E + e, m2, mask=in_e)
+    at = partial_ptr + k.to(tl.int64) * E + e
+    step = tl.cast(K, tl.int64) * E
+    tl.store(at, _over_positions(first, ROW), mask=in_e)
+    tl.store(at + step, mean, mask=in_e)
+    tl.store(at + 2 * step, m2, mask=in_e)
 
 
 @triton.jit
@@ -162,24 +168,26 @@ def forward_combine(
     """Blocks (groups): the moments of a group from its K * D partial ones, to `stats_ptr`."""
     group = tl.program_id(0).to(tl.int64)
     groups = tl.num_programs(0).to(tl.int64)
+    step = tl.cast(K, tl.int64) * E
     first = tl.load(partial_ptr + group * D)
     total = tl.zeros((BI,), dtype=CT)
     for start in range(0, K * D, BI):
         i = start + tl.arange(0, BI)
         k = (i // D).to(tl.int64)
         n = tl.minimum(S - k * per_chunk, per_chunk).to(CT)
-        mean = tl.load(partial_ptr + k * E + group * D + i % D, mask=i < K * D, other=0.0)
-        total += tl.where(i < K * D, n * (mean - first), 0.0)
+        at = partial_ptr + k * E + group * D + i % D
+        off = tl.load(at, mask=i < K * D, other=0.0) - first + tl.load(at + step, mask=i < K * D, other=0.0)
+        total += tl.where(i < K * D, n * off, 0.0)
     count = (tl.cast(D, tl.int64) * S).to(CT)
-    shift = tl.sum(total, axis=0) / count
+    shift = mean_of(tl.sum(total, axis=0), count)
     total = tl.zeros((BI,), dtype=CT)
     for start in range(0, K * D, BI):
         i = start + tl.arange(0, BI)
         k = (i // D).to(tl.int64)
         n = tl.minimum(S - k * per_chunk, per_chunk).to(CT)
-        at = k * E + group * D + i % D
-        off = tl.load(partial_ptr + at, mask=i < K * D, other=0.0) - first - shift
-        m2 = tl.load(partial_ptr + tl.cast(K, tl.int64) * E + at, mask=i < K * D, other=0.0)
+        at = partial_ptr + k * E + group * D + i % D
+        off = tl.load(at, mask=i < K * D, other=0.0) - first + tl.load(at + step, mask=i < K * D, other=0.0) - shift
+        m2 = tl.load(at + 2 * step, mask=i < K * D, other=0.0)
         total += tl.where(i < K * D, m2 + n * off * off, 0.0)
     m2 = tl.sum(total, axis=0)
     m2 = tl.where(m2 < 0, 0.0, m2)  # rounding

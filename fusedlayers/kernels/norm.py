@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .reduce import mean_of
+
 
 @triton.jit
 def _weight(w_ptr, cols, in_cols, CT: tl.constexpr, OFFSET: tl.constexpr):
@@ -59,7 +61,7 @@ def forward(
         tl.store(sum_ptr + rows[:, None] * N + cols, x, mask=mask)
     x = x.to(CT)
     if CENTER:
-        mean = tl.sum(x, axis=1) / N
+        mean = mean_of(tl.sum(x, axis=1), N)
         x = tl.where(in_cols, x - mean[:, None], 0.0)
         if WRITE_STATS:
             tl.store(stats_ptr + M + rows, mean, mask=in_rows)
@@ -98,7 +100,7 @@ def forward_long(
         x = x.to(CT)
         if CENTER:
             n = tl.minimum(N - start, BN)
-            here = tl.sum(x) / n
+            here = mean_of(tl.sum(x), n)
             x = tl.where(in_cols, x - here, 0.0)
             apart = here - mean
             share = n.to(CT) / (start + n)

@@ -14,6 +14,18 @@ from .launch import Launch
 
 
 @triton.jit
+def mean_of(total, count):
+    """`total / count`, rounded to nearest.
+
+    Plain `/` is approximate in float32, and ends in a product that the compiler folds into a subtraction after it only
+    where nothing else needs the quotient: then a kernel that also stores the mean would give other bits.
+    """
+    if total.dtype == tl.float64:
+        return total / count
+    return tl.div_rn(total, tl.cast(count, tl.float32))
+
+
+@triton.jit
 def sum_partials(partial_ptr, first_ptr, second_ptr, K, N, FROM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
     """`partial_ptr` (2, K, N) -> `first_ptr` (N,), `second_ptr` (N,), each in its own dtype, from output `FROM` on.
 

@@ -170,7 +170,7 @@ class _Call:
         if t.resident is not None:
             first(x, weight, bias, stats, y)
             return y, stats
-        partial = x.new_empty((2, t.chunks, sizes.E), dtype=self.dtype)
+        partial = x.new_empty((3, t.chunks, sizes.E), dtype=self.dtype)
         combine, apply = rest
         first(x, partial)
         combine(partial, bias, stats)
