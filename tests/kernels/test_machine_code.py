@@ -1,0 +1,34 @@
+"""What must be seen in the machine code, since results tell it only on a device, or by a little. Needs no GPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from fusedlayers import kernels
+from fusedlayers.activations import get
+from tests.kernels.test_compile import group_norm, linear, row_norm
+
+
+def test_float32_products_add_each_step_up_from_zero():
+    """One long chain loses more than the library's sums. Fails where the compiler joins the two sums."""
+    entry = next(e for e in linear() if e.name == "linear-ieee-64x64x16")
+    plain = {"HAS_BIAS": False, "WRITE_Z": False, "ACT": kernels.load("activations").value(get("identity"))}
+    ptx = replace(entry, constants={**entry.constants, **plain}).compile(90).asm["ptx"]
+    assert len(re.findall(r"add\.(?:rn\.)?f32", ptx)) >= 64 * 64 // 128
+
+
+def test_tf32_operands_are_rounded():
+    """To nearest, as the vendor's are. Cut off by the tensor cores, errors are nearly three times as large."""
+    assert "cvt.rna.tf32.f32" in next(e for e in linear() if e.name.startswith("linear-tf32")).compile(90).asm["ptx"]
+
+
+@pytest.mark.parametrize("family", [row_norm, group_norm], ids=lambda f: f.__name__)
+def test_no_mean_is_folded_into_what_follows(family):
+    """The approximate division's product would be, but only where no statistics are stored: then bits differ."""
+    for entry in family():
+        if "WRITE_STATS" in entry.constants and entry.constants.get("CENTER", True):
+            ptx = entry.compile(90).asm["ptx"]
+            assert "div.rn.f32" in ptx or "fp64" in str(entry.signature), entry.name
