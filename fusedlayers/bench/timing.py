@@ -157,6 +157,7 @@ def capture(call: Call, sets: int) -> tuple[torch.cuda.CUDAGraph | None, str]:
         with torch.cuda.stream(side):
             for i in range(sets):
                 call(i)
+            _refuse_waits(call, sets)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -167,6 +168,17 @@ def capture(call: Call, sets: int) -> tuple[torch.cuda.CUDAGraph | None, str]:
     except Exception as error:
         torch.cuda.synchronize()
         return None, f"{type(error).__name__}: {error}"[:300]
+
+
+def _refuse_waits(call: Call, sets: int) -> None:
+    """Raises where a step waits for the device. Inside a capture that would leave torch's generator broken after it."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for i in range(sets):
+            call(i)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _wall_times(
