@@ -37,6 +37,7 @@ def on_device(op: Op, lead, n, dtype, device="cuda"):
 
 
 @every_op
+@pytest.mark.usefixtures("much_memory")
 def test_offsets_past_32_bits(op: Op, act):
     """Fails when affine_act's row index is not widened to 64 bits before it is multiplied."""
     fused, eager = pair(op, act)

@@ -11,6 +11,8 @@ import fusedlayers as fl
 from fusedlayers.functional import scale_residual
 from fusedlayers.ops import _dropout
 
+pytestmark = pytest.mark.usefixtures("forced")  # a measured route may be eager's, which would test nothing
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = [
     (1,), (7,), (255,), (256,), (1000,), (1001,), (4098,), (33, 17), (513, 1000), (4, 197, 768), (32, 512, 768),
@@ -215,7 +217,7 @@ def test_cold_call_inside_a_capture(device):
     x = torch.ones(32, 64, device=device)
     F.dropout(x, 0.5, True)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with fl.settings(route="auto"), torch.cuda.graph(graph):
         y = scale_residual(x, x, dropout_p=0.5, training=True)
     graph.replay()
     assert set(y.unique().tolist()) == {1.0, 3.0} and not _dropout._known
@@ -264,6 +266,7 @@ def test_dropout_keeps_nothing_for_backward(device):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("numel", [2**31 + 8, 2**32 + 24])
 def test_masks_past_32_bits(numel, device):
     """64-bit places: in torch's kernel past 2**31 elements, in this one past 2**32."""
@@ -276,6 +279,7 @@ def test_masks_past_32_bits(numel, device):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 def test_offsets_past_32_bits_forward_and_backward(dropout_p, device):
     """1,048,577 rows of 2,048: the last rows lie past 2**31 elements, and every row adds to the scale's gradient."""
