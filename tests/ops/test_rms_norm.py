@@ -125,13 +125,21 @@ def test_default_eps_is_torchs(dtype, device):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_odd_rows(value, device, short_chunks):
-    """NaN and inf stay in their row: beside an inf the other values are 0, as in eager."""
+    """NaN and inf stay in their row. Beside an inf the other values are 0, as the definition has it, and eager.
+
+    Only torch's fused CUDA kernel gives NaN for the whole row, where it cannot load four values at once: its mean, of
+    no use to an RMS norm, is inf - inf.
+    """
     for n in (30, 100):
         x, w, _ = operands(5, n, device=device, needs=(1, 0, 0))
         with torch.no_grad():
             x[1, 3] = value
         results = [fn(x, w) for fn in both((n,))]
-        torch.testing.assert_close(*results, equal_nan=True)
+        with torch.no_grad():
+            defined = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps) * w
+            told = torch.where(results[1].isnan(), defined, results[1])
+        torch.testing.assert_close(results[0], defined, equal_nan=True)
+        torch.testing.assert_close(results[0], told, equal_nan=True)
         fused, expected = (torch.autograd.grad(y.sum(), x)[0] for y in results)
         rest = [0, 2, 3, 4]
         torch.testing.assert_close(fused[rest], expected[rest])
