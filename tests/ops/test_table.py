@@ -21,7 +21,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(autouse=True)
-def _fresh():
+def looked_up_anew():
     _table.forget()
     yield
     _table.forget()
@@ -44,7 +44,7 @@ def machine(monkeypatch, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def _pretended_are_plain(monkeypatch):
+def pretended_are_plain(monkeypatch):
     monkeypatch.setattr(_table, "_PLAIN", (*_table._PLAIN, SimpleNamespace))
 
 
