@@ -23,7 +23,15 @@ _ACTIVATIONS = tuple(
     for c in vars(activation).values()
     if isinstance(c, type) and c.__module__ == activation.__name__ and c not in (nn.MultiheadAttention, nn.RReLU)
 )
-_FRESH_NAMES = ("torchvision.ops.misc.FrozenBatchNorm2d",)
+_QUIET_NAMES = ("torchvision.ops.misc.FrozenBatchNorm2d", "transformers.pytorch_utils.Conv1D")
+_PROJECTIONS = (
+    "peft.tuners.lora.layer.Linear",
+    "peft.tuners.lora.bnb.Linear4bit",
+    "peft.tuners.lora.bnb.Linear8bitLt",
+    "bitsandbytes.nn.modules.Linear4bit",
+    "bitsandbytes.nn.modules.Linear8bitLt",
+)
+"""Layers known to return a new tensor and to leave their input alone; an adapter's dropout may draw."""
 _QUIET = (*_FRESH_MODULES, *_ACTIVATIONS, nn.Identity, nn.Flatten, nn.Sequential)
 _ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.pow, operator.neg}
 _ARITHMETIC |= {torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.cat, torch.stack, F.linear, F.conv2d}
@@ -59,7 +67,7 @@ def is_fresh(node: Node, root: nn.Module) -> bool:
         return True
     if node.op == "call_module":
         module = child(root, node.target)
-        if module is not None and _name(module) in _FRESH_NAMES:
+        if module is not None and _name(module) in (*_QUIET_NAMES, *_PROJECTIONS):
             return True
         if module is None or not original_class(module).__module__.startswith("torch.nn."):
             return False
@@ -72,7 +80,8 @@ def overwrites(node: Node, root: nn.Module) -> list[Node]:
     inputs = node.all_input_nodes
     if node.op == "call_module":
         module = child(root, node.target)
-        return [] if module is not None and _is_quiet(module) else inputs
+        quiet = module is not None and (_is_quiet(module) or _name(module) in _PROJECTIONS)
+        return [] if quiet else inputs
     if node.op == "call_method":
         inplace = (node.target.endswith("_") and not node.target.endswith("__")) or node.target == "__setitem__"
         return inputs[:1] if inplace else []
@@ -92,7 +101,7 @@ def _is_quiet(module: nn.Module) -> bool:
     """Known to change neither its inputs nor any generator."""
     return all(
         (original_class(m).__module__.startswith("torch.nn.") and isinstance(m, _QUIET) and not is_inplace(m))
-        or _name(m) in _FRESH_NAMES
+        or _name(m) in _QUIET_NAMES
         for m in module.modules()
     )
 
@@ -136,12 +145,10 @@ def roots(node: Node, root: nn.Module) -> set[Node]:
 
 
 def disturbed(operands: Iterable[Node], between: Iterable[Node], root: nn.Module) -> Node | None:
-    """The first node of `between` that may overwrite memory of one of `operands`."""
-    held: set[Any] = set()
-    for operand in operands:
-        held |= roots(operand, root)
-    for node in between:
-        for written in overwrites(node, root):
-            if roots(written, root) & held:
-                return node
+    """The first node of `between`, in order, that may overwrite memory of one of `operands` that is there by then."""
+    between, operands = list(between), list(operands)
+    for at, node in enumerate(between):
+        written = {m for w in overwrites(node, root) for m in roots(w, root)}
+        if written and any(roots(o, root) & written for o in operands if o not in between[at:]):
+            return node
     return None

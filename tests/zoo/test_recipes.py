@@ -1,0 +1,265 @@
+"""Each recipe for a library's class: what it gives, what it refuses, and that it is inert where the class changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fusedlayers as fl
+from fusedlayers.patch.rules import rms_forms
+
+from .compare import assert_alike, step
+
+IMAGE = torch.randn(4, 6, 5, 5, generator=torch.Generator().manual_seed(0))
+ROWS = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(1))
+
+
+def block(forward, **children):
+    """A module whose class has this forward and these children."""
+    module = type("Block", (nn.Module,), {"forward": forward})()
+    for name, child in children.items():
+        setattr(module, name, child)
+    return module
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for t in [*model.parameters(), *model.buffers()]:
+            if t.is_floating_point():
+                t.copy_(torch.rand(t.shape, generator=generator) + 0.5)
+    return model
+
+
+def rules_of(model: nn.Module, status: str = "fused") -> list[str]:
+    return [r.rule for r in getattr(fl.explain(model), status)]
+
+
+def reasons(model: nn.Module) -> str:
+    return "\n".join(r.reason for r in fl.explain(model).skipped)
+
+
+def check(model: nn.Module, x: torch.Tensor, *expected: str) -> nn.Module:
+    """Fused by these rules, and the same in both modes; the mixed dtypes of half precision too."""
+    original = randomized(model)
+    patched = fl.patch_model(copy.deepcopy(original), on_fallback="raise")
+    assert rules_of(patched) == list(expected), str(fl.explain(patched))
+    for training in (True, False):
+        got, want = (step(m.train(training), {name_of(m): x}) for m in (patched, original))
+        assert_alike(got, want, 1e-5)
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype=dtype):
+                assert fl.verify(patched, x), str(fl.verify(patched, x))
+            half, plain = (copy.deepcopy(m).to(dtype) for m in (patched, original))
+            got, want = (step(m, {name_of(m): x.to(dtype)}) for m in (half, plain))
+            assert_alike(got, want, 8 * torch.finfo(dtype).eps)
+    return patched
+
+
+def name_of(model: nn.Module) -> str:
+    return "input" if isinstance(model, nn.Sequential) else "x"
+
+
+def add_then(name: str):
+    """A forward of `norm(x + fc(x))` where the sum is read on."""
+
+    def forward(self, x):
+        total = x + self.fc(x)
+        return getattr(self, name)(total) * 2 + total
+
+    return forward
+
+
+# transformers
+
+
+@pytest.fixture
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [
+        ("llama.LlamaRMSNorm", "rounds_first"),
+        ("mistral.MistralRMSNorm", "rounds_first"),
+        ("qwen2.Qwen2RMSNorm", "rounds_first"),
+        ("phi3.Phi3RMSNorm", "rounds_first"),
+        ("gemma.GemmaRMSNorm", "offset_weight"),
+        ("gemma2.Gemma2RMSNorm", "offset_weight"),
+        ("olmo2.Olmo2RMSNorm", "rounds_last"),
+        ("t5.T5LayerNorm", "rounds_to_weight"),
+    ],
+)
+def test_written_rms_norms(transformers, path, form):
+    folder, _, name = path.partition(".")
+    cls = getattr(pytest.importorskip(f"transformers.models.{folder}.modeling_{folder}"), name)
+    assert rms_forms.form_of(cls)[0].__name__ == form
+    model = block(add_then("norm"), fc=nn.Linear(16, 16), norm=cls(16))
+    check(model, ROWS, "add_written_norm")
+    check(nn.Sequential(nn.Tanh(), cls(16, eps=0.1)), ROWS, "written_norm")
+
+
+def test_a_class_that_computes_something_else_is_left_alone(transformers):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    class TwiceRMSNorm(LlamaRMSNorm):
+        def forward(self, hidden_states):
+            return 2 * super().forward(hidden_states)
+
+    TwiceRMSNorm.__module__ = LlamaRMSNorm.__module__  # as if its library had changed it
+    assert not rms_forms.is_written_rms_norm(TwiceRMSNorm)
+    assert not rules_of(nn.Sequential(nn.Tanh(), TwiceRMSNorm(16)))
+
+
+def test_gpt2_mlp(transformers):
+    from transformers.activations import NewGELUActivation
+    from transformers.pytorch_utils import Conv1D
+
+    mlp = nn.Sequential(Conv1D(24, 16), NewGELUActivation(), Conv1D(16, 24))
+    check(mlp, ROWS, "conv1d_mlp")
+    check(nn.Sequential(Conv1D(24, 16), nn.ReLU(inplace=True)), ROWS, "conv1d_act")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_t5_feed_forwards(transformers, gated):
+    from transformers.models.t5 import modeling_t5
+
+    config = transformers.T5Config(d_model=16, d_ff=24, dropout_rate=0.3)
+    config.dense_act_fn = "gelu_new"
+    cls = modeling_t5.T5DenseGatedActDense if gated else modeling_t5.T5DenseActDense
+    wrapped = lambda: block(lambda self, x: self.ff(x), ff=cls(config))  # noqa: E731
+    check(wrapped(), ROWS, "t5_gated_mlp" if gated else "t5_mlp")
+    kept = fl.patch_model(wrapped().bfloat16())
+    kept.ff.wo.float()  # as transformers keeps it
+    assert kept(ROWS.bfloat16()).dtype == torch.float32
+    changed = wrapped()
+    del changed.ff.dropout
+    assert "it has no dropout" in reasons(changed)
+
+
+def test_gates_from_one_projection(transformers):
+    from transformers.models.phi3.modeling_phi3 import Phi3MLP
+
+    config = transformers.Phi3Config(hidden_size=16, intermediate_size=24, pad_token_id=0)
+    check(block(lambda self, x: self.mlp(x), mlp=Phi3MLP(config)), ROWS, "chunked_mlp")
+
+
+def test_an_adapter_in_a_gated_mlp_leaves_the_gate_fused_and_says_so(transformers):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    class Adapted(nn.Linear):
+        """A low-rank adapter on a frozen projection, as PEFT's."""
+
+        def __init__(self, fc: nn.Linear):
+            super().__init__(fc.in_features, fc.out_features, bias=False)
+            self.weight = fc.weight.requires_grad_(False)
+            self.a, self.b = nn.Linear(fc.in_features, 2, bias=False), nn.Linear(2, fc.out_features, bias=False)
+
+        def forward(self, x):
+            return super().forward(x) + self.b(self.a(x))
+
+    def model() -> nn.Module:
+        config = transformers.LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2)
+        return randomized(block(lambda self, x: self.mlp(x), mlp=LlamaMLP(config)))
+
+    before = model()
+    before.mlp.up_proj = Adapted(before.mlp.up_proj)
+    plain = copy.deepcopy(before)
+    (site,) = fl.explain(fl.patch_model(before, on_fallback="raise")).reduced
+    assert site.rule == "gated_act" and "Adapted, not exactly a Linear" in site.reason
+    assert_alike(step(before, {"x": ROWS}), step(plain, {"x": ROWS}), 1e-5)
+
+    after = fl.patch_model(model(), on_fallback="ignore")
+    after.mlp.up_proj = Adapted(after.mlp.up_proj)
+    after.mlp.up_proj.load_state_dict(plain.mlp.up_proj.state_dict())
+    assert_alike(step(after, {"x": ROWS}), step(plain, {"x": ROWS}), 1e-5)
+    assert fl.explain(after).fallbacks["mlp"]["up_proj has been replaced"] == 1
+
+
+# timm
+
+
+@pytest.fixture
+def layers():
+    return pytest.importorskip("timm.layers")
+
+
+def test_batch_norm_with_its_own_activation(layers):
+    norm = layers.BatchNormAct2d(6, act_layer=nn.LeakyReLU, act_kwargs={"negative_slope": 0.3}, inplace=False)
+    patched = check(nn.Sequential(nn.Conv2d(6, 6, 1), norm), IMAGE, "timm_norm_act")
+    with pytest.raises(AssertionError, match="expected 4D input"):
+        patched[1](ROWS)
+    patched[1].act.negative_slope = 0.1
+    with pytest.raises(fl.patch.FallbackError, match="negative_slope has changed"):
+        patched(IMAGE)
+
+
+def test_batch_norm_without_activation_then_add(layers):
+    def forward(self, x):
+        return self.bn(self.conv(x)) + x
+
+    bare = layers.BatchNormAct2d(6, apply_act=False)
+    check(block(forward, conv=nn.Conv2d(6, 6, 1), bn=bare), IMAGE, "timm_norm_add")
+    acting = layers.BatchNormAct2d(6, inplace=False)
+    check(block(forward, conv=nn.Conv2d(6, 6, 1), bn=acting), IMAGE, "timm_norm_act")
+
+
+def test_batch_norm_that_drops_or_is_synchronized_is_left_alone(layers):
+    dropping = layers.BatchNormAct2d(6, drop_layer=nn.Dropout)
+    assert "it drops between norm and activation" in reasons(nn.Sequential(nn.Conv2d(6, 6, 1), dropping))
+    synced = layers.convert_sync_batchnorm(nn.Sequential(nn.Conv2d(6, 6, 1), layers.BatchNormAct2d(6)))
+    assert not rules_of(synced)
+
+
+def test_layer_norm_over_channels(layers):
+    model = nn.Sequential(nn.Conv2d(6, 6, 1), layers.LayerNorm2d(6, eps=0.1))
+    check(model, IMAGE, "layer_norm2d")
+    model[1]._fast_norm = True
+    assert "timm's fast norm is on" in reasons(model)
+
+
+@pytest.mark.parametrize("kind", ["GluMlp", "SwiGLU", "SwiGLUPacked"])
+def test_timm_gated_mlps(layers, kind):
+    mlp = getattr(layers, kind)(16, 24, drop=0.0)
+    expected = {"GluMlp": "chunked_mlp_gate_last", "SwiGLU": "gated_mlp", "SwiGLUPacked": "chunked_mlp"}[kind]
+    check(block(lambda self, x: self.mlp(x), mlp=mlp), ROWS, expected)
+    with_norm = block(lambda self, x: self.mlp(x), mlp=getattr(layers, kind)(16, 24, norm_layer=nn.LayerNorm))
+    assert rules_of(with_norm, "reduced") == ["gated_act"] and rules_of(with_norm) == ["lone_norm"]
+
+
+# torchvision
+
+
+def test_frozen_batch_norm_alone_and_with_what_follows():
+    frozen = pytest.importorskip("torchvision.ops").FrozenBatchNorm2d
+
+    def forward(self, x):
+        out = self.act(self.bn1(self.conv(x)))
+        out = self.bn2(self.conv(out))
+        out += self.bn3(x)
+        return self.act(out)
+
+    children = {f"bn{i}": frozen(6, eps=0.1) for i in (1, 2, 3)}
+    model = block(forward, conv=nn.Conv2d(6, 6, 1), act=nn.ReLU(inplace=True), **children)
+    check(model, IMAGE, "frozen_norm_act", "frozen_norm_add_act", "lone_frozen_norm")
+
+
+def test_layer_norm_over_channels_of_torchvision():
+    norm = pytest.importorskip("torchvision.models.convnext").LayerNorm2d(6)
+    check(nn.Sequential(nn.Conv2d(6, 6, 1), norm), IMAGE, "layer_norm2d")
+
+
+# any library
+
+
+def test_an_add_that_no_norm_takes_in():
+    def forward(self, x):
+        return self.act(self.fc(x) + x)
+
+    check(block(forward, fc=nn.Linear(16, 16), act=nn.GELU()), ROWS, "add_act")
+    broadcast = block(lambda self, x: self.act(self.fc(x) + x[:1]), fc=nn.Linear(16, 16), act=nn.GELU())
+    check(broadcast, ROWS, "add_act")
