@@ -94,15 +94,29 @@ def _normal(z):
 
 
 @triton.jit
+def _exp(z):
+    """exp(z) for z <= 0, whose result is to be right to a few ulp of itself however small.
+
+    The device's own multiplies by log2(e) first, and loses |z| / 2 ulp to that rounding. So n * ln 2 is taken off in
+    two parts, of which the first is exact (Cody & Waite), and 2**n put back.
+    """
+    if z.dtype == tl.float64:
+        return tl.exp(z)
+    else:
+        n = tl.maximum(tl.floor(z * 1.4426950408889634 + 0.5), -150.0)  # so that -inf does not meet inf
+        return tl.exp((z - n * 0.693359375) + n * 2.1219444005469057e-4) * tl.exp2(n)
+
+
+@triton.jit
 def _sigmoid(z):
-    e = tl.exp(-tl.abs(z))
+    e = _exp(-tl.abs(z))
     return tl.where(z < 0, e, 1.0) / (1.0 + e)
 
 
 @triton.jit
 def _sigmoids(z):
     """sigmoid(z) and 1 - sigmoid(z), the latter without its cancellation."""
-    e = tl.exp(-tl.abs(z))
+    e = _exp(-tl.abs(z))
     inverse = 1.0 / (1.0 + e)
     return tl.where(z < 0, e, 1.0) * inverse, tl.where(z < 0, 1.0, e) * inverse
 
@@ -157,7 +171,7 @@ def _tanh(z):
 @triton.jit
 def _tanh_softplus(z):
     """t = tanh(log(1 + exp(z))), 1 - t and sigmoid(z), all ratios of polynomials of exp(-|z|)."""
-    e = tl.exp(-tl.abs(z))
+    e = _exp(-tl.abs(z))
     small = tl.where(z < 0, e * (e + 2.0), 1.0 + 2.0 * e)
     rest = tl.where(z < 0, 2.0, 2.0 * e * e)
     return small / (small + rest), rest / (small + rest), tl.where(z < 0, e, 1.0) / (1.0 + e)
@@ -258,7 +272,7 @@ def elu(z, P0: tl.constexpr, P1: tl.constexpr):
 
 @triton.jit
 def elu_grad(g, z, P0: tl.constexpr, P1: tl.constexpr):
-    return tl.where(z <= 0, g * P0 * tl.exp(z), g)
+    return tl.where(z <= 0, g * P0 * _exp(z), g)
 
 
 @triton.jit
@@ -268,7 +282,7 @@ def celu(z, P0: tl.constexpr, P1: tl.constexpr):
 
 @triton.jit
 def celu_grad(g, z, P0: tl.constexpr, P1: tl.constexpr):
-    return tl.where(z <= 0, g * tl.exp(z * (1.0 / P0)), g)
+    return tl.where(z <= 0, g * _exp(z * (1.0 / P0)), g)
 
 
 @triton.jit
@@ -278,7 +292,7 @@ def selu(z, P0: tl.constexpr, P1: tl.constexpr):
 
 @triton.jit
 def selu_grad(g, z, P0: tl.constexpr, P1: tl.constexpr):
-    return tl.where(z <= 0, g * 1.7580993408473766 * tl.exp(z), g * 1.0507009873554805)
+    return tl.where(z <= 0, g * 1.7580993408473766 * _exp(z), g * 1.0507009873554805)
 
 
 @triton.jit
@@ -383,19 +397,19 @@ def sigmoid_grad(g, y, P0: tl.constexpr, P1: tl.constexpr):
 
 @triton.jit
 def logsigmoid(z, P0: tl.constexpr, P1: tl.constexpr):
-    return tl.where(z < 0, z, 0.0) - _log1p(tl.exp(-tl.abs(z)))
+    return tl.where(z < 0, z, 0.0) - _log1p(_exp(-tl.abs(z)))
 
 
 @triton.jit
 def logsigmoid_grad(g, z, P0: tl.constexpr, P1: tl.constexpr):
-    e = tl.exp(-tl.abs(z))
+    e = _exp(-tl.abs(z))
     return g * (tl.where(z < 0, 1.0, e) / (1.0 + e))
 
 
 @triton.jit
 def softplus(z, P0: tl.constexpr, P1: tl.constexpr):
     b = z * P0
-    soft = (tl.where(b < 0, 0.0, b) + _log1p(tl.exp(-tl.abs(b)))) * (1.0 / P0)
+    soft = (tl.where(b < 0, 0.0, b) + _log1p(_exp(-tl.abs(b)))) * (1.0 / P0)
     return tl.where(b > P1, z, soft)
 
 
