@@ -142,6 +142,15 @@ VARIANTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "merged up to 9216": ({"merge_limit": 9216}, {"merge_limit": 9216}),
     "apply stages 2": ({"merged_stages": 2, "saved_stages": 2}, {"merged_stages": 2, "saved_stages": 2}),
     "apply stages 3": ({"merged_stages": 3, "saved_stages": 3}, {"merged_stages": 3, "saved_stages": 3}),
+    "apply stages 4": ({"merged_stages": 4, "saved_stages": 4}, {"merged_stages": 4, "saved_stages": 4}),
+    "stages 3, never merged": ({"merge_limit": 0, "saved_stages": 3},) * 2,
+    "stages 3, never merged, span 4": ({"merge_limit": 0, "saved_stages": 3, "saved_span": 4},) * 2,
+    "stages 3, never merged, span 8": ({"merge_limit": 0, "saved_stages": 3, "saved_span": 8},) * 2,
+    "stages 3, sums 4 x 4 warps": (
+        {"merged_stages": 3, "saved_stages": 3, "sum_blocks": 4, "sum_warps": 4, "sum_elements": 2048},
+    )
+    * 2,
+    "stages 3, 128 channels": ({"merged_stages": 3, "saved_stages": 3, "channels": 128},) * 2,
     "stages 3, half tiles": (
         {"merged_stages": 3, "merged_bytes": 8192},
         {"merged_stages": 3, "merged_bytes": 4096},

@@ -10,7 +10,8 @@ kept), `backward_apply` reads them again and writes dx. With one chunk (OWN) eac
 second read comes from the L2. Evaluation (RUNNING) is one pass. No atomics: every run gives the same bits.
 
 Statistics are stable: each lane sums deviations from its own first value, lanes and chunks combine by Chan's formula,
-so what cancels is bounded by the number of values a lane sees, whatever the data. Apply walks its chunk backwards:
+so what cancels is bounded by the number of values a lane sees, whatever the data. A chunk's mean is written as its
+distance from the channel's very first value, so that the mean itself is rounded once. Apply walks its chunk backwards:
 what sums read last is still in the L2.
 
 `stats_ptr` (3, C), compute dtype: mean, 1/sqrt(var + eps), and forward's private copy of the bias, which a user may
@@ -23,9 +24,14 @@ import triton
 import triton.language as tl
 
 from .affine import _grad_z
+from .reduce import mean_of
 
 # Where the second pass has its coefficients from (the kernels' SOURCE)
 SAVED, MERGED, OWN, RUNNING = 0, 1, 2, 3
+
+
+# No address is aligned by these, so a kernel serves all their values: a network's sites share more of them
+COUNTS = ["M", "rows_per", "K", "span"]
 
 
 @triton.jit
@@ -83,9 +89,15 @@ def _visits(extent, B: tl.constexpr, CT: tl.constexpr):
 
 
 @triton.jit
+def _origin(x_ptr, c, C, S, CT: tl.constexpr):
+    """The first value of each channel, from which all means are measured."""
+    return tl.load(x_ptr + c.to(tl.int64) * S, mask=c < C, other=0.0).to(CT)
+
+
+@triton.jit
 def _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT: tl.constexpr, ROW: tl.constexpr,
                    BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    """Mean and M2 of every channel of one chunk."""
+    """Mean, less the channel's origin, and M2 of every channel of one chunk."""
     count, across = _tiles(m_lo, m_hi, s_lo, s_hi, BM, BJ, ROW)
     at, mask = _tile(0, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
     start = at
@@ -104,24 +116,23 @@ def _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT: tl.constexpr,
     n = _visits(m_hi - m_lo, BM, CT)[:, None]
     if ROW:
         n = n * _visits(s_hi - s_lo, BJ, CT)[None, :]
-        first = tl.load(x_ptr + (m_lo * C + group) * S + s_lo).to(CT)
+        c = group + tl.arange(0, 1)
     else:
         c = group * BJ + tl.arange(0, BJ)
-        first = tl.load(x_ptr + m_lo * C + c, mask=c < C, other=0.0).to(CT)[None, :]
+    first = _origin(x_ptr, c, C, S, CT)[None, :]
     total = ((m_hi - m_lo) * (s_hi - s_lo)).to(CT)
     share = s1 / tl.maximum(n, 1.0)
-    lane = tl.where(n > 0, origin - first + share, 0.0)  # mean of a lane, from the chunk's first value
-    mean = _over_tile(n * lane, ROW) / total
+    lane = tl.where(n > 0, origin - first + share, 0.0)  # mean of a lane, from the channel's first value
+    mean = mean_of(_over_tile(n * lane, ROW), total)
     off = lane - mean[None, :]
-    m2 = _over_tile(s2 - s1 * share + n * off * off, ROW)
-    if not ROW:
-        first = tl.sum(first, axis=0)
-    return first + mean, m2
+    more = mean_of(_over_tile(n * off, ROW), total)  # what rounding left: the lanes share their origin
+    off = off - more[None, :]
+    return mean + more, _over_tile(s2 - s1 * share + n * off * off, ROW)
 
 
 @triton.jit
 def _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, KP: tl.constexpr, CT: tl.constexpr):
-    """Mean and M2 of channels c from all K chunks."""
+    """Mean, less the origin, and M2 of channels c from all K chunks."""
     k = tl.arange(0, KP)
     m_lo, m_hi, s_lo, s_hi = _chunk(k, M, S, rows_per, cols_per)
     n = tl.where(k < K, (m_hi - m_lo) * (s_hi - s_lo), 0).to(CT)[:, None]
@@ -129,11 +140,12 @@ def _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, KP: tl.constexpr
     mask = (k < K)[:, None] & (c < C)[None, :]
     means = tl.load(partial_ptr + at, mask=mask, other=0.0)
     m2 = tl.load(partial_ptr + tl.cast(K, tl.int64) * C + at, mask=mask, other=0.0)
-    first = tl.load(partial_ptr + c, mask=c < C, other=0.0)
-    off = tl.where(mask, means - first[None, :], 0.0)
-    mean = tl.sum(n * off, axis=0) / (tl.cast(M, tl.int64) * S).to(CT)
-    off = off - mean[None, :]
-    return first + mean, tl.sum(m2 + n * off * off, axis=0)
+    total = (tl.cast(M, tl.int64) * S).to(CT)
+    mean = mean_of(tl.sum(n * means, axis=0), total)
+    off = tl.where(mask, means - mean[None, :], 0.0)
+    more = mean_of(tl.sum(n * off, axis=0), total)
+    off = tl.where(mask, off - more[None, :], 0.0)
+    return mean + more, tl.sum(m2 + n * off * off, axis=0)
 
 
 @triton.jit
@@ -175,7 +187,7 @@ def _parameter(ptr, c, C, HAS: tl.constexpr, default: tl.constexpr, CT: tl.const
     return tl.zeros(c.shape, dtype=CT) + default
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward_sums(
     x_ptr, partial_ptr, M, C, S_units, rows_per, cols_per, K,
     CT: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr,
@@ -195,7 +207,7 @@ def forward_sums(
 
 @triton.jit
 def forward_combine(
-    partial_ptr, bias_ptr, running_mean_ptr, running_var_ptr, stats_ptr, momentum_hi, momentum_lo,
+    x_ptr, partial_ptr, bias_ptr, running_mean_ptr, running_var_ptr, stats_ptr, momentum_hi, momentum_lo,
     M, C, S, rows_per, cols_per, K,
     CT: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACK: tl.constexpr, KP: tl.constexpr,
     BC: tl.constexpr,
@@ -203,13 +215,14 @@ def forward_combine(
     """Blocks (cdiv(C, BC)): the chunks' moments to `stats_ptr`, and into the running statistics."""
     c = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
     mean, m2 = _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, KP, CT)
+    mean += _origin(x_ptr, c, C, S, CT)
     inv, unbiased = _settle(mean, m2, M, S, EPS)
     _save(stats_ptr, c, C, mean, inv, _parameter(bias_ptr, c, C, HAS_BIAS, 0.0, CT))
     if TRACK:
         _track(running_mean_ptr, running_var_ptr, c, c < C, mean, unbiased, momentum_hi, momentum_lo)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward_apply(
     x_ptr, res_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, partial_ptr, stats_ptr, y_ptr, z_ptr,
     momentum_hi, momentum_lo, M, C, S_units, rows_per, cols_per, K, span,
@@ -245,6 +258,7 @@ def forward_apply(
             mean, m2 = _chunk_moments(
                 x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT, ROW, SUM_BM, SUM_BJ, U, SUM_FULL
             )  # fmt: skip
+        mean += _origin(x_ptr, c, C, S, CT)
         inv, unbiased = _settle(mean, m2, M, S, EPS)
         if TRACK:
             if k + part == 0:
@@ -308,7 +322,7 @@ def _chunk_gradients(
     return _over_tile(sum_dz, ROW), _over_tile(sum_dz_x, ROW)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def backward_sums(
     g_ptr, x_ptr, kept_ptr, weight_ptr, stats_ptr, dz_ptr, dx_ptr, partial_ptr,
     M, C, S_units, rows_per, cols_per, K,
@@ -375,7 +389,7 @@ def backward_combine(
         tl.store(sums_ptr + C + c, sum_dz_x, mask=c < C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def backward_apply(
     g_ptr, x_ptr, kept_ptr, weight_ptr, stats_ptr, partial_ptr, dx_ptr, dres_ptr, dweight_ptr, dbias_ptr,
     M, C, S_units, rows_per, cols_per, K, span,

@@ -129,7 +129,7 @@ class _Call:
         if sums is not None:
             sums(x, partial)
         if combine is not None:
-            combine(partial, bias, running_mean, running_var, stats, numbers=halves)
+            combine(x, partial, bias, running_mean, running_var, stats, numbers=halves)
         apply(x, residual, weight, bias, running_mean, running_var, partial, stats, y, z, numbers=halves)
         return y, z, stats
 

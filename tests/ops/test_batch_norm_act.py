@@ -17,7 +17,7 @@ from tests.harness import FLOATS, LAYOUTS, assert_accurate, compare, laid_out, r
 pytestmark = pytest.mark.usefixtures("forced")
 
 # One chunk and several, ragged, 1d to 3d; the channels_last ones end in a memory format
-SHAPES = [(9, 70), (3, 4, 10), (4, 5, 6, 7), (2, 3, 3, 4, 2), (2, 1, 5, 5), (7, 5, 33, 17), (1, 6, 4, 4)]
+SHAPES = [(9, 70), (3, 4, 10), (4, 5, 6, 7), (2, 3, 3, 4, 2), (2, 1, 5, 5), (5, 5, 9, 17), (1, 6, 4, 4)]
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -101,7 +101,7 @@ def test_half_precision_with_float32_parameters(dtype, training, device):
 
 @pytest.mark.parametrize("momentum", [0.1, 0.0, 1.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", [(6, 5, 9, 3), (40, 3), (7, 5, 33, 17)], ids=str)
+@pytest.mark.parametrize("shape", [(6, 5, 9, 3), (40, 3), (5, 5, 9, 17)], ids=str)
 def test_running_statistics(shape, dtype, momentum, device):
     last = len(shape) == 4
     x, weight, bias, _ = inputs(shape, dtype, device, last=last)
@@ -195,7 +195,7 @@ def test_nan_and_inf(value, device):
 
 
 def test_backward_twice_gives_the_same_bits(device):
-    given = inputs((7, 5, 33, 17), torch.float32, device, residual=True, last=True)
+    given = inputs((5, 5, 9, 17), torch.float32, device, residual=True, last=True)
     y = fused("relu")(*given)
     g = torch.ones_like(y)
     first, again = (torch.autograd.grad(y, given, g, retain_graph=True) for _ in range(2))
@@ -257,7 +257,7 @@ def test_two_forwards_then_both_backwards(device):
 
 def test_large_tensors_take_every_source(device):
     """The same result whether the second pass combines the partial sums itself, or a kernel before it does."""
-    shape = (7, 5, 33, 17)
+    shape = (5, 5, 9, 17)
     given = inputs(shape, torch.float32, device, last=True)
     found = []
     try:
