@@ -103,7 +103,8 @@ def _exp(z):
     if z.dtype == tl.float64:
         return tl.exp(z)
     else:
-        n = tl.maximum(tl.floor(z * 1.4426950408889634 + 0.5), -150.0)  # so that -inf does not meet inf
+        # from -126 on 2**n is no subnormal, which the device would flush to 0, and -inf does not meet inf
+        n = tl.maximum(tl.floor(z * 1.4426950408889634 + 0.5), -126.0)
         return tl.exp((z - n * 0.693359375) + n * 2.1219444005469057e-4) * tl.exp2(n)
 
 
