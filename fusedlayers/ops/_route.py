@@ -92,6 +92,7 @@ def pick(
     plan: Callable[[], Any],
     library: bool = False,
     auto: Callable[[Any], str] | None = None,
+    draws: bool = False,
 ) -> tuple[str, Any]:
     """The route of this call, and the plan its kernels need.
 
@@ -101,6 +102,7 @@ def pick(
         plan: asked only where kernels could run; gives what they need to know, or a string: why they cannot.
         library: whether the op has a vendor-library route.
         auto: the op's own choice for a plan where nothing is forced (default: `"triton"`), which a table may overrule.
+        draws: whether the call draws random numbers.
 
     Raises:
         RuntimeError: the Triton route is forced and cannot run, with the reason.
@@ -108,7 +110,7 @@ def pick(
     wanted = settings.route
     planned = None
     if wanted == "auto":
-        planned = _table.known(op, tensors) if held.routes is None else held.routes.get(op)
+        planned = _table.known(op, tensors, draws) if held.routes is None else held.routes.get(op)
     # first of all, since here eager's own ops are the faster ones
     if planned == "reference" or wanted == "reference" or intercepted() is not None:
         return "reference", None
@@ -121,7 +123,7 @@ def pick(
         return ("library" if library else "reference"), found
     if wanted == "triton" or planned == "triton":
         return "triton", found
-    return _table.choose(op, tensors, "triton" if auto is None else auto(found)), found
+    return _table.choose(op, tensors, "triton" if auto is None else auto(found), draws), found
 
 
 def chosen() -> dict[str, str]:

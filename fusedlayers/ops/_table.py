@@ -42,8 +42,12 @@ _entries: dict[tuple[str, int], Entry] = {}
 _sources: dict[tuple[str, int], str] = {}
 
 
-def known(op: str, tensors: Sequence[Tensor | None]) -> str | None:
-    """The route that a table already looked up has for a call; `tensors[0]` gives device, dtype and size."""
+def known(op: str, tensors: Sequence[Tensor | None], draws: bool = False) -> str | None:
+    """The route that a table already looked up has for a call; `tensors[0]` gives device, dtype and size.
+
+    `draws`: it draws a mask. A checkpoint's two forwards, of which a reentrant one's first has no backward, must draw the
+    same, so such a call counts as trained.
+    """
     x = tensors[0] if tensors else None
     if type(x) not in _PLAIN:  # a proxy or a subclass would see its methods called
         return None
@@ -52,18 +56,18 @@ def known(op: str, tensors: Sequence[Tensor | None]) -> str | None:
         return None
     bits = x.numel().bit_length()
     infer, train = pair[0][bits], pair[1][bits]
-    if infer is train:
-        return infer
+    if infer is train or draws:
+        return train
     needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return train if needed else infer
 
 
-def choose(op: str, tensors: Sequence[Tensor | None], preferred: str) -> str:
+def choose(op: str, tensors: Sequence[Tensor | None], preferred: str, draws: bool = False) -> str:
     """The route of a call whose op prefers `preferred`, looked up or measured where it has not been."""
     x = tensors[0]
     if (op, x.get_device()) not in _entries:
         _resolve(op, x)
-    return known(op, tensors) or preferred
+    return known(op, tensors, draws) or preferred
 
 
 def explain(op: str, device: int = 0) -> str:

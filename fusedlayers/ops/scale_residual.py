@@ -57,8 +57,9 @@ def scale_residual(
     if not _route.is_compiling():
         tensors = [t for t in (x, residual, scale) if isinstance(t, Tensor)]
         route, call = _route.pick(
-            OP, tensors, plan=lambda: _prepare(x, residual, scale, dropout_p, drop_path_p), auto=_worth
-        )
+            OP, tensors, plan=lambda: _prepare(x, residual, scale, dropout_p, drop_path_p), auto=_worth,
+            draws=bool(dropout_p or drop_path_p),
+        )  # fmt: skip
         if route == "triton":
             before = _dropout.mark(x.device) if dropout_p or drop_path_p else None
             try:

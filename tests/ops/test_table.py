@@ -93,6 +93,15 @@ def test_a_route_is_chosen_by_size_direction_and_dtype(machine):
         assert choose("affine_act", [pretended(512)], "triton") == "triton"
 
 
+def test_what_draws_takes_one_route_with_and_without_a_backward():
+    """A reentrant checkpoint runs its first forward without: another route might draw another mask there."""
+    both = (_table._dense([[64, "reference"]]), _table._dense([[64, "triton"]]))
+    with _table.in_force(("scale_residual", 0), {FP32: both}), torch.no_grad():
+        assert _table.known("scale_residual", [pretended()]) == "reference"
+        assert _table.known("scale_residual", [pretended()], draws=True) == "triton"
+        assert _table.choose("scale_residual", [pretended()], "library", draws=True) == "triton"
+
+
 def test_it_is_measured_once_and_then_read(machine):
     for _ in range(3):
         _table.choose("affine_act", [pretended()], "triton")
