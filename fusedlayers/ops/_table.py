@@ -45,8 +45,8 @@ _sources: dict[tuple[str, int], str] = {}
 def known(op: str, tensors: Sequence[Tensor | None], draws: bool = False) -> str | None:
     """The route that a table already looked up has for a call; `tensors[0]` gives device, dtype and size.
 
-    `draws`: it draws a mask. A checkpoint's two forwards, of which a reentrant one's first has no backward, must draw the
-    same, so such a call counts as trained.
+    `draws`: it draws a mask. A checkpoint's two forwards, of which a reentrant one's first has no backward, must draw
+    the same, so such a call counts as trained.
     """
     x = tensors[0] if tensors else None
     if type(x) not in _PLAIN:  # a proxy or a subclass would see its methods called
