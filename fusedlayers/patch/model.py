@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from . import analysis, apply
+from . import analysis, apply, inert
 from .filters import Filter, Filters
 from .guards import MARK, Site, is_patched
 from .plan import PatchPlan
@@ -57,6 +57,7 @@ def patch_model(
     if on_fallback not in ON_FALLBACK:
         raise ValueError(f"on_fallback must be one of {', '.join(map(repr, ON_FALLBACK))}, not {on_fallback!r}")
     filters, chosen = Filters(model, include, exclude), choose(rules)
+    inert.say(chosen)
     saved = None if plan is None else PatchPlan.load(plan)
     planned = list(analysis.plan(model, chosen, filters, None if saved is None else saved.reason))
     if saved is not None:

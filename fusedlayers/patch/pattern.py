@@ -106,7 +106,7 @@ class _Leaf(Pattern):
         if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != len(self.inputs) or node.kwargs:
             return
         module = effects.child(state.module, node.target)
-        if module is None or not (self.stand_in or any(is_a(module, t) for t in self.types)):
+        if module is None or not (self._stands_in(module) or any(is_a(module, t) for t in self.types)):
             return
         found = state.bind(self.name, Child(tuple(node.target.split(".")), module, self.pins))
         if found is None:
@@ -117,6 +117,19 @@ class _Leaf(Pattern):
             found = found.problem(f"{node.target} is a {cls.__module__}.{cls.__qualname__}, not exactly a {wanted}")
         found = replace(found, children=(*found.children, found.get(self.name))).take(self.name, node)
         yield from self._follow(node.args, found.problem(member_problem(module, node.target)))
+
+    def _stands_in(self, module: nn.Module) -> bool:
+        """An adapter or a quantized layer may; a norm or a dropout has a place of its own."""
+        name = type(module).__name__.lower()
+        return self.stand_in and not any(part in name for part in ("norm", "drop", "identity"))
+
+
+def required_kinds(pattern: Pattern) -> Iterator[tuple[Kind, ...]]:
+    """For every leaf without which the pattern cannot match, the classes it may be."""
+    if isinstance(pattern, _Leaf):
+        yield pattern.types
+    for inner in pattern.inputs:
+        yield from required_kinds(inner)
 
 
 def is_a(module: nn.Module, kind: Kind) -> bool:

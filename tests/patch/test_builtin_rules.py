@@ -160,7 +160,7 @@ def test_add_then_norm_where_the_sum_is_read_on():
 
     for kind in (nn.LayerNorm, nn.RMSNorm):
         model = block(forward, attn=nn.Linear(6, 6), mlp=nn.Linear(6, 6), norm1=kind(6), norm2=kind(6))
-        check(model, ROWS, ("add_norm", ("norm2",)), ("lone_norm", ("norm1",)))
+        check(model, ROWS, ("norm_for_product", ("norm1",)), ("add_norm_for_product", ("norm2",)))
 
 
 def test_add_then_norm_where_only_the_norm_is_read():

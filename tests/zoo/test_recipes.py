@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -228,7 +229,7 @@ def test_timm_gated_mlps(layers, kind):
     expected = {"GluMlp": "chunked_mlp_gate_last", "SwiGLU": "gated_mlp", "SwiGLUPacked": "chunked_mlp"}[kind]
     check(block(lambda self, x: self.mlp(x), mlp=mlp), ROWS, expected)
     with_norm = block(lambda self, x: self.mlp(x), mlp=getattr(layers, kind)(16, 24, norm_layer=nn.LayerNorm))
-    assert rules_of(with_norm, "reduced") == ["gated_act"] and rules_of(with_norm) == ["lone_norm"]
+    assert rules_of(with_norm) == ["gated_act", "norm_for_product"]
 
 
 # torchvision
@@ -263,3 +264,66 @@ def test_an_add_that_no_norm_takes_in():
     check(block(forward, fc=nn.Linear(16, 16), act=nn.GELU()), ROWS, "add_act")
     broadcast = block(lambda self, x: self.act(self.fc(x) + x[:1]), fc=nn.Linear(16, 16), act=nn.GELU())
     check(broadcast, ROWS, "add_act")
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_that_one_product_reads_is_written_in_its_dtype(norm, monkeypatch):
+    def forward(self, x):
+        total = x + self.fc(self.first(x))
+        return self.fc(self.second(total)) + total + self.fc(x)
+
+    children = {"first": norm(16), "second": norm(16), "fc": nn.Linear(16, 16)}
+    original = randomized(block(forward, **children))
+    patched = check(copy.deepcopy(original), ROWS, "norm_for_product", "add_norm_for_product")
+    seen = []
+    monkeypatch.setattr(torch.nn.functional, "linear", spied(torch.nn.functional.linear, seen))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = step(patched, {"x": ROWS})
+        dtypes, seen[:] = [t.dtype for t in seen], []
+        want = step(original, {"x": ROWS})
+    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32] and {t.dtype for t in seen} == {torch.float32}
+    assert all(torch.equal(got[name], want[name]) for name in want), "it is rounded once, as before"
+
+
+def spied(function, seen):
+    def linear(x, *args):
+        seen.append(x)
+        return function(x, *args)
+
+    return linear
+
+
+def test_a_norm_with_several_readers_keeps_its_dtype():
+    def forward(self, x):
+        y = self.norm(x)
+        return self.fc(y) + self.other(y)
+
+    model = block(forward, norm=nn.LayerNorm(16), fc=nn.Linear(16, 16), other=nn.Linear(16, 16))
+    check(model, ROWS, "lone_norm")
+
+
+def test_a_product_that_is_replaced_later_gets_what_it_always_got():
+    model = fl.patch_model(
+        block(lambda self, x: self.fc(self.norm(x)), norm=nn.LayerNorm(16), fc=nn.Linear(16, 16)), on_fallback="ignore"
+    )
+    model.fc = nn.Identity()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(ROWS).dtype == torch.float32
+    assert fl.explain(model).fallbacks == {"": {"fc has been replaced": 1}}
+
+
+def test_a_rule_whose_class_is_gone_says_so_once(layers, monkeypatch):
+    from fusedlayers.patch import inert
+
+    monkeypatch.setattr(inert, "_said", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fl.patch_model(nn.Sequential(nn.Linear(3, 3)))
+        assert not caught, "all are there"
+        monkeypatch.delattr(layers.norm_act, "BatchNormAct2d")
+        for _ in range(2):
+            fl.patch_model(nn.Sequential(nn.Linear(3, 3)))
+    assert sorted(str(w.message) for w in caught) == [
+        f"rule '{name}' is inert: this version of timm has no timm.layers.norm_act.BatchNormAct2d"
+        for name in ("timm_norm_act", "timm_norm_add")
+    ]

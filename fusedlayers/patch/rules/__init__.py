@@ -12,6 +12,7 @@ from . import (  # noqa: F401
     layer_norm,
     layer_norm_2d,
     linear_act,
+    low_norm,
     mlp,
     residual,
     rms_forms,
