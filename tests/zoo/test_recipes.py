@@ -327,3 +327,12 @@ def test_a_rule_whose_class_is_gone_says_so_once(layers, monkeypatch):
         f"rule '{name}' is inert: this version of timm has no timm.layers.norm_act.BatchNormAct2d"
         for name in ("timm_norm_act", "timm_norm_add")
     ]
+
+
+def test_the_kernel_of_an_add_and_activation_keeps_the_sign_of_zero():
+    from fusedlayers.ops.affine_act import reference
+
+    zeros = torch.tensor([-0.0, 0.0, -0.0, 0.0])
+    residual = torch.tensor([-0.0, -0.0, 0.0, 0.0])
+    got = reference(zeros, 1.0, -0.0, fl.Activation("identity"), None, residual)
+    assert torch.equal(got.signbit(), (zeros + residual).signbit())

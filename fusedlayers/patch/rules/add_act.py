@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ... import functional as fused
 from ...activations import Activation
+from ...ops.affine_act import affine_act
 from .. import effects
 from ..pattern import act, add, through, value
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
@@ -14,7 +14,7 @@ from ..rule import NO_MATCH, Call, Match, Rule, register_rule
 def add_act(activation: Activation, x: Tensor, residual: Tensor) -> Tensor:
     if not x.is_cuda or x.shape != residual.shape:
         return activation(x + residual)  # nothing to save, or a broadcast that torch sorts out
-    return fused.affine_act(x, 1.0, residual, activation)
+    return affine_act(x, 1.0, -0.0, activation, None, residual)  # 1 * x + -0.0 is x, its zeros' signs included
 
 
 @register_rule
