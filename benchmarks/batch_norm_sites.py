@@ -130,41 +130,17 @@ def _flat(result: tuple[torch.Tensor, tuple[torch.Tensor, ...]]) -> list[torch.T
 
 VARIANTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "default": ({}, {}),
-    "sum_unroll 2/1": ({"sum_unroll": 2}, {"sum_unroll": 1}),
-    "sum_unroll 8/4": ({"sum_unroll": 8}, {"sum_unroll": 4}),
-    "sum_blocks 1": ({"sum_blocks": 1}, {"sum_blocks": 1}),
-    "sum_blocks 3": ({"sum_blocks": 3}, {"sum_blocks": 3}),
-    "sum_blocks 4, 4 warps, half tile": (
-        {"sum_blocks": 4, "sum_warps": 4, "sum_elements": 2048},
-        {"sum_blocks": 4, "sum_warps": 4, "sum_elements": 2048},
-    ),
-    "never merged": ({"merge_limit": 0}, {"merge_limit": 0}),
-    "merged up to 9216": ({"merge_limit": 9216}, {"merge_limit": 9216}),
-    "apply stages 2": ({"merged_stages": 2, "saved_stages": 2}, {"merged_stages": 2, "saved_stages": 2}),
-    "apply stages 3": ({"merged_stages": 3, "saved_stages": 3}, {"merged_stages": 3, "saved_stages": 3}),
-    "apply stages 4": ({"merged_stages": 4, "saved_stages": 4}, {"merged_stages": 4, "saved_stages": 4}),
-    "stages 3, never merged": ({"merge_limit": 0, "saved_stages": 3},) * 2,
-    "stages 3, never merged, span 4": ({"merge_limit": 0, "saved_stages": 3, "saved_span": 4},) * 2,
-    "stages 3, never merged, span 8": ({"merge_limit": 0, "saved_stages": 3, "saved_span": 8},) * 2,
-    "stages 3, sums 4 x 4 warps": (
-        {"merged_stages": 3, "saved_stages": 3, "sum_blocks": 4, "sum_warps": 4, "sum_elements": 2048},
-    )
-    * 2,
-    "stages 3, 128 channels": ({"merged_stages": 3, "saved_stages": 3, "channels": 128},) * 2,
-    "stages 3, half tiles": (
-        {"merged_stages": 3, "merged_bytes": 8192},
-        {"merged_stages": 3, "merged_bytes": 4096},
-    ),
-    "merged tiles doubled": ({"merged_bytes": 32768}, {"merged_bytes": 16384}),
-    "merged span 4": ({"merged_span": 4}, {"merged_span": 4}),
-    "saved span 1": ({"saved_span": 1}, {"saved_span": 1}),
-    "saved span 8": ({"saved_span": 8}, {"saved_span": 8}),
-    "saved tiles doubled, 8 warps": (
-        {"saved_bytes": 16384, "saved_warps": 8},
-        {"saved_bytes": 16384, "saved_warps": 8},
-    ),
-    "channels 32": ({"channels": 32}, {"channels": 32}),
-    "channels 128": ({"channels": 128}, {"channels": 128}),
+    "sums 2 x 8 warps": ({"sum_blocks": 2, "sum_warps": 8, "sum_elements": 4096},) * 2,
+    "merged up to 4608": ({"merge_limit": 4608},) * 2,
+    "apply stages 1": ({"merged_stages": 1, "saved_stages": 1},) * 2,
+    "apply stages 2": ({"merged_stages": 2, "saved_stages": 2},) * 2,
+    "apply stages 4": ({"merged_stages": 4, "saved_stages": 4},) * 2,
+    "span 4": ({"saved_span": 4},) * 2,
+    "span 8": ({"saved_span": 8},) * 2,
+    "apply tiles doubled, 8 warps": ({"saved_bytes": 16384, "saved_warps": 8},) * 2,
+    "unroll 2/1": ({"sum_unroll": 2}, {"sum_unroll": 1}),
+    "unroll 8/4": ({"sum_unroll": 8}, {"sum_unroll": 4}),
+    "channels 128": ({"channels": 128},) * 2,
 }
 
 

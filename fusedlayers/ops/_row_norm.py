@@ -347,7 +347,8 @@ def backward_tile(N: int, itemsize: int) -> Tile:
 
     `per_processor` makes 16 warps of them resident, which is all there is room for: each block walks many rows and
     writes one partial row. The next tile is loaded while one is worked on. From 512 columns on all warps lie along the
-    row, so that a thread adds the rows of its tile up by itself (`sums=1`).
+    row, so that a thread adds the rows of its tile up by itself (`sums=1`). A third stage keeps the memory busy while
+    two tiles are worked on, where three of both tensors fit the 99 KiB of a small GPU.
     """
     cols = next_power_of_2(N)
     if cols * itemsize > 32768:
@@ -355,7 +356,8 @@ def backward_tile(N: int, itemsize: int) -> Tile:
     if cols <= 256:
         return Tile(2048 // cols, cols, 4, sums=2048 // cols, per_processor=4, stages=2)
     rows, warps = (2, cols // 256) if cols <= 1024 else (1, cols // 512)
-    return Tile(rows, cols, warps, per_processor=max(1, 16 // warps), stages=2)
+    stages = 3 if rows * cols * itemsize <= 16384 else 2
+    return Tile(rows, cols, warps, per_processor=max(1, 16 // warps), stages=stages)
 
 
 def _unit(*sizes: int) -> int:

@@ -27,6 +27,8 @@ TABLES = Path(__file__).parent / "tables"
 TRAIN, INFER = "train", "infer"
 _PLAIN = (Tensor, nn.Parameter)
 _BITS = 64
+LARGEST = 1 << 22
+"""No tensor above this size is worth a measurement: the device is the limit there."""
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 Routes = tuple[str | None, ...]
@@ -111,6 +113,8 @@ def _resolve(op: str, x: Tensor) -> None:
         shipped = _shipped(name)
         if shipped is not None:
             found, source = shipped, f"the table shipped for {name}"
+        elif x.numel() > LARGEST:
+            return  # large enough that the device is the limit: the op's own rule, and no file read on each call
         elif not settings.autotune:
             source = f"the op's own rule: no table for {name}, and autotuning is off"
         else:

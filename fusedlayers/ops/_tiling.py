@@ -82,18 +82,18 @@ class Knobs:
     """What is worth varying on a new device."""
 
     channels: int = 64  # 128 bytes of bfloat16: a full cache line a row
-    sum_elements: int = 4096
+    sum_elements: int = 2048
     sum_unroll: int = 4
-    sum_warps: int = 8
-    sum_blocks: int = 2  # a multiprocessor
-    merge_limit: int = 4608  # partial sums a block of the second pass may have to combine, each of both
+    sum_warps: int = 4
+    sum_blocks: int = 4  # a multiprocessor
+    merge_limit: int = 0  # partial sums a block of the second pass may have to combine, each of both; 0: never
     merged_bytes: int = 16384  # tile of a second pass that combines first: one long wave of blocks
     merged_warps: int = 8
-    merged_stages: int = 1
+    merged_stages: int = 3
     merged_span: int = 0  # 0: all tiles of a chunk
     saved_bytes: int = 8192  # tile of a second pass that need not: many short blocks
     saved_warps: int = 4
-    saved_stages: int = 1
+    saved_stages: int = 3
     saved_span: int = 2
 
 
