@@ -6,48 +6,50 @@ instance of it must give, bit for bit, what one of the forms below gives.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...ops.rms_norm import rms_norm
+from ...ops.rms_norm import _RMSNorm, rms_norm
 from .. import effects
 from ..pattern import add, leaf, through, value
 from ..rule import Call, Match, Rule, register_rule
 
 EPS = ("variance_epsilon", "eps")
 T5 = "T5LayerNorm"
+Norm = Callable[..., Any]
 
 
-def rounds_first(layer: Any, x: Tensor, residual: Tensor | None, eps: float) -> Any:
+def rounds_first(layer: Any, x: Tensor, residual: Tensor | None, eps: float, norm: Norm = rms_norm) -> Any:
     """Llama's: rounded to the dtype of x, then the weight."""
-    return rms_norm(x, layer.weight.shape, layer.weight, eps, residual, cast_before_weight=True)
+    return norm(x, layer.weight.shape, layer.weight, eps, residual, cast_before_weight=True)
 
 
-def offset_weight(layer: Any, x: Tensor, residual: Tensor | None, eps: float) -> Any:
+def offset_weight(layer: Any, x: Tensor, residual: Tensor | None, eps: float, norm: Norm = rms_norm) -> Any:
     """Gemma's: `1 + weight`, rounded last."""
-    return rms_norm(x, layer.weight.shape, layer.weight, eps, residual, offset=1.0)
+    return norm(x, layer.weight.shape, layer.weight, eps, residual, offset=1.0)
 
 
-def rounds_last(layer: Any, x: Tensor, residual: Tensor | None, eps: float) -> Any:
+def rounds_last(layer: Any, x: Tensor, residual: Tensor | None, eps: float, norm: Norm = rms_norm) -> Any:
     """OLMo's: the weight in float32, rounded last to the dtype of x."""
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    return rms_norm(x, layer.weight.shape, layer.weight, eps, residual, out_dtype=dtype)
+    return norm(x, layer.weight.shape, layer.weight, eps, residual, out_dtype=dtype)
 
 
-def rounds_to_weight(layer: Any, x: Tensor, residual: Tensor | None, eps: float) -> Any:
+def rounds_to_weight(layer: Any, x: Tensor, residual: Tensor | None, eps: float, norm: Norm = rms_norm) -> Any:
     """T5's: rounded only for a weight in half precision, and then to its dtype."""
     weight, dtype = layer.weight, x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     if weight.dtype == dtype:
-        return rms_norm(x, weight.shape, weight, eps, residual, cast_before_weight=True)
+        return norm(x, weight.shape, weight, eps, residual, cast_before_weight=True)
     wide = weight.dtype.itemsize > 2
     out = torch.promote_types(torch.float32, torch.promote_types(dtype, weight.dtype)) if wide else weight.dtype
-    found = rms_norm(x, weight.shape, weight if wide else None, eps, residual, out_dtype=out)
+    found = norm(x, weight.shape, weight if wide else None, eps, residual, out_dtype=out)
     if wide:
         return found
     return weight * found if residual is None else (weight * found[0], found[1])
@@ -72,20 +74,42 @@ def form_of(cls: type) -> tuple[Callable[..., Any], str] | None:
     return None
 
 
+def _expression(
+    x: Tensor,
+    shape: torch.Size,
+    weight: Tensor | None,
+    eps: float,
+    residual: None,
+    *,
+    offset: float = 0.0,
+    cast_before_weight: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The torch expression of the op, whatever route is forced."""
+    return _RMSNorm.of(shape, eps, out_dtype, offset, cast_before_weight).reference(x, weight)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the caller's autocast, and without torch's word on which dtypes its own fused kernel takes."""
+    with torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _computes(cls: type, form: Callable[..., Any], eps: str) -> bool:
     """Whether the class gives what the form gives, values and dtype, for these dtypes of input and weight."""
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     generator = torch.Generator(device="cpu").manual_seed(0)
     try:
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says where its own fused kernel does not take two dtypes
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), _quiet():
             x, w = torch.randn(2, 64, 32, dtype=torch.float64, device="cpu", generator=generator).unbind()
             layer = cls.__new__(cls)
             nn.Module.__init__(layer)
             setattr(layer, eps, 0.03)
             for x_dtype, w_dtype in [(a, b) for a in kinds for b in kinds]:
                 layer.weight = nn.Parameter(w[0].to(w_dtype))
-                got, want = cls.forward(layer, x.to(x_dtype)), form(layer, x.to(x_dtype), None, 0.03)
+                got, want = cls.forward(layer, x.to(x_dtype)), form(layer, x.to(x_dtype), None, 0.03, _expression)
                 if got.dtype != want.dtype or not torch.equal(got, want):
                     return False
     except Exception:  # it wants more than a weight and an eps, or cannot run here
