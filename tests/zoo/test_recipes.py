@@ -234,6 +234,15 @@ def test_layer_norm_over_channels(layers):
     assert "timm's fast norm is on" in reasons(model)
 
 
+def test_timm_rms_norm_and_group_norm(layers):
+    from timm.layers.norm import RmsNorm
+
+    check(block(add_then("norm"), fc=nn.Linear(16, 16), norm=RmsNorm(16, eps=0.1)), ROWS, "add_timm_rms_norm")
+    check(nn.Sequential(nn.Tanh(), RmsNorm(16, affine=False)), ROWS, "timm_rms_norm")
+    norm = layers.GroupNormAct(6, num_groups=3, act_layer=nn.SiLU, inplace=False)
+    check(nn.Sequential(nn.Conv2d(6, 6, 1), norm), IMAGE, "timm_group_norm_act")
+
+
 @pytest.mark.parametrize("kind", ["GluMlp", "SwiGLU", "SwiGLUPacked"])
 def test_timm_gated_mlps(layers, kind):
     mlp = getattr(layers, kind)(16, 24, drop=0.0)

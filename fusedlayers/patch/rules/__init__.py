@@ -17,5 +17,6 @@ from . import (  # noqa: F401
     residual,
     rms_forms,
     t5,
+    timm_norms,
     transformer,
 )
