@@ -124,7 +124,10 @@ def test_a_class_that_computes_something_else_is_left_alone(transformers):
 
     TwiceRMSNorm.__module__ = LlamaRMSNorm.__module__  # as if its library had changed it
     assert not rms_forms.is_written_rms_norm(TwiceRMSNorm)
-    assert not rules_of(nn.Sequential(nn.Tanh(), TwiceRMSNorm(16)))
+    model = nn.Sequential(nn.Tanh(), TwiceRMSNorm(16))
+    assert not rules_of(model) and "TwiceRMSNorm computes something other than the RMS norms known here" in reasons(
+        model
+    )
 
 
 def test_gpt2_mlp(transformers):

@@ -58,10 +58,14 @@ def rounds_to_weight(layer: Any, x: Tensor, residual: Tensor | None, eps: float,
 FORMS = (rounds_first, offset_weight, rounds_last, rounds_to_weight)
 
 
+def _is_named_so(cls: type) -> bool:
+    named = cls.__name__.endswith("RMSNorm") or cls.__name__ == T5
+    return named and cls.__module__.startswith("transformers.models.")
+
+
 def is_written_rms_norm(cls: type) -> bool:
     """Whether a class of transformers is one of the forms known here."""
-    named = cls.__name__.endswith("RMSNorm") or cls.__name__ == T5
-    return named and cls.__module__.startswith("transformers.models.") and form_of(cls) is not None
+    return _is_named_so(cls) and form_of(cls) is not None
 
 
 @functools.cache
@@ -132,6 +136,8 @@ def add_written_norm(
 
 
 def _problem(layer: Any) -> str | None:
+    if form_of(type(layer)) is None:
+        return f"{type(layer).__name__} computes something other than the RMS norms known here"
     plain = isinstance(layer._parameters.get("weight"), nn.Parameter) and layer.weight.dim() == 1
     return None if plain and len(layer._parameters) == 1 else "its weight is not one value per feature"
 
@@ -158,7 +164,7 @@ class AddWrittenNorm(Rule):
 class WrittenNorm(Rule):
     """An RMS norm as transformers writes it, with no residual add to take in."""
 
-    target = (is_written_rms_norm,)
+    target = (_is_named_so,)
 
     def check(self, m: Match) -> str | None:
         return _problem(m.module)
