@@ -63,6 +63,17 @@ def _hardswish_is_open() -> bool:
     return torch.ops.aten.hardswish_backward(torch.ones_like(z), z).item() != 0.0
 
 
+def _clamp_is_closed() -> bool:
+    """Whether this torch lets clamp's gradient through at its very bounds, as it did before 2.14."""
+    with torch.inference_mode(False), torch.enable_grad():
+        z = torch.zeros(1, device="cpu", requires_grad=True)
+        (dz,) = torch.autograd.grad(z.clamp(0.0, 1.0), z, torch.ones(1, device="cpu"))
+    return dz.item() != 0.0
+
+
+_CLOSED = tl.constexpr(_clamp_is_closed())
+
+
 @triton.jit
 def _like(z, C: tl.constexpr):
     """A constant in the dtype of `z`: a bare number inside `tl.where` may be rounded to float32."""
@@ -309,6 +320,16 @@ def gelu_grad(g, z, P0: tl.constexpr, P1: tl.constexpr):
 
 
 @triton.jit
+def _unclamped(z, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Where clamp's gradient passes."""
+    if _CLOSED:
+        inside = (z >= LOW) & (z <= HIGH)
+    else:
+        inside = (z > LOW) & (z < HIGH)
+    return inside
+
+
+@triton.jit
 def gelu_clipped(z, P0: tl.constexpr, P1: tl.constexpr):
     return hardtanh(gelu(z, 0.0, 0.0), P0, P1)
 
@@ -316,7 +337,7 @@ def gelu_clipped(z, P0: tl.constexpr, P1: tl.constexpr):
 @triton.jit
 def gelu_clipped_grad(g, z, P0: tl.constexpr, P1: tl.constexpr):
     y = gelu(z, 0.0, 0.0)
-    return gelu_grad(tl.where((y >= P0) & (y <= P1), g, 0.0), z, 0.0, 0.0)
+    return gelu_grad(tl.where(_unclamped(y, P0, P1), g, 0.0), z, 0.0, 0.0)
 
 
 @triton.jit
@@ -547,5 +568,5 @@ def hard_mish(z, P0: tl.constexpr, P1: tl.constexpr):
 @triton.jit
 def hard_mish_grad(g, z, P0: tl.constexpr, P1: tl.constexpr):
     u = z + 2.0
-    inner = tl.where((u >= 0.0) & (u <= 2.0), g * (0.5 * z), 0.0)
+    inner = tl.where(_unclamped(u, 0.0, 2.0), g * (0.5 * z), 0.0)
     return g * (0.5 * hardtanh(u, 0.0, 2.0)) + inner
