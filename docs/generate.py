@@ -1,14 +1,20 @@
-"""Writes `docs/coverage_ops.md` from the cells of the test matrix: `python docs/generate.py`."""
+"""Writes `docs/coverage_ops.md` from the cells of the test matrix, and the table of rules in `docs/patching.md`.
+
+python docs/generate.py
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "coverage_ops.md"
+PATCHING = ROOT / "docs" / "patching.md"
 sys.path.insert(0, str(ROOT))
 
+import fusedlayers as fl  # noqa: E402
 from tests.modes.matrix import MODES, short  # noqa: E402
 from tests.op_table import NO_VMAP, NOT_TWICE, OPS, cells  # noqa: E402
 
@@ -56,5 +62,13 @@ def legend() -> str:
     return f"¹ torch has no second derivative of {once}, ² and no batching rule for {unbatched}: {held}."
 
 
+def with_rules(text: str) -> str:
+    """`docs/patching.md` with the rules there are, each by the first line of its docstring."""
+    about = {name: (type(rule).__doc__ or "").split("\n")[0].rstrip(".") for name, rule in fl.rules().items()}
+    rows = "".join(f"| `{name}` | {line} |\n" for name, line in about.items())
+    return re.sub(r"(?<=\| rule \| finds \|\n\|---\|---\|\n)(\|.*\n)*", lambda _: rows, text)
+
+
 if __name__ == "__main__":
+    PATCHING.write_text(with_rules(PATCHING.read_text(encoding="utf-8")), encoding="utf-8")
     TARGET.write_text(document(), encoding="utf-8")

@@ -175,7 +175,20 @@ def batch_norm() -> Iterator[Entry]:
                 fn = module.forward_sums
                 yield Entry(f"bn_sums-{name}", fn, ("*bf16", "*fp32", *loops), constants(fn, values), t.sum_warps)
             flags = (True, True, residual, source != 0, False, source != 0)
-            values = (ct, *value, 1e-5, source, *flags, *layout, t.merge, *t.apply_tile, t.apply_full, t.apply_stages, *t.sum_tile, t.sum_full)
+            values = (
+                ct,
+                *value,
+                1e-5,
+                source,
+                *flags,
+                *layout,
+                t.merge,
+                *t.apply_tile,
+                t.apply_full,
+                t.apply_stages,
+                *t.sum_tile,
+                t.sum_full,
+            )
             fn = module.forward_apply
             signature = ("*bf16", r, *["*fp32"] * 6, "*bf16", None, "fp32", "fp32", *loops, "i32")
             yield Entry(f"bn_apply-{name}", fn, signature, constants(fn, values), t.apply_warps)
@@ -188,7 +201,18 @@ def batch_norm() -> Iterator[Entry]:
                 yield Entry(f"bn_backward_sums-{name}", fn, signature, constants(fn, values), t.sum_warps)
             flags = (mask if source == 2 else 0 if residual else 1, source, True, residual and source == 2)
             flags += (source != 0, source != 0)
-            values = (ct, *gradient, *flags, *layout, t.merge, *t.apply_tile, t.apply_full, t.apply_stages, *t.sum_tile, t.sum_full)
+            values = (
+                ct,
+                *gradient,
+                *flags,
+                *layout,
+                t.merge,
+                *t.apply_tile,
+                t.apply_full,
+                t.apply_stages,
+                *t.sum_tile,
+                t.sum_full,
+            )
             fn = module.backward_apply
             signature = ("*bf16", "*bf16", r, *["*fp32"] * 3, "*bf16", r, "*fp32", "*fp32", *loops, "i32")
             yield Entry(f"bn_backward_apply-{name}", fn, signature, constants(fn, values), t.apply_warps)
