@@ -20,9 +20,12 @@ def mean_of(total, count):
     Plain `/` is approximate in float32, and ends in a product that the compiler folds into a subtraction after it only
     where nothing else needs the quotient: then a kernel that also stores the mean would give other bits.
     """
+    # one return: Triton 3.6 compiles what stands behind a constant branch's own
     if total.dtype == tl.float64:
-        return total / count
-    return tl.div_rn(total, tl.cast(count, tl.float32))
+        mean = total / count
+    else:
+        mean = tl.div_rn(total, tl.cast(count, tl.float32))
+    return mean
 
 
 @triton.jit

@@ -85,7 +85,8 @@ def test_masks_of_awkward_memory(dtype, layout, p, device):
         x = x.to(memory_format=torch.channels_last)
     residual = torch.zeros_like(x)
     expected, end = drawn(lambda: residual + F.dropout(x, p, True))
-    got, ours = drawn(lambda: scale_residual(x, residual, dropout_p=p, training=True))
+    with fl.settings(route="auto"):
+        got, ours = drawn(lambda: scale_residual(x, residual, dropout_p=p, training=True))
     assert ours == end and torch.equal(got, expected) and got.stride() == expected.stride()
 
 
