@@ -5,6 +5,7 @@ Each family gives its entries; a new kernel adds a function to `FAMILIES`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -272,3 +273,21 @@ def test_compiles_and_fits(entry, arch):
     compiled = entry.compile(arch)
     assert "ptx" in compiled.asm
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+
+
+def in_float64(entry: Entry) -> Entry:
+    """The same configuration on float64 tensors, computing in float64."""
+    import triton.language as tl
+
+    wide = {"*bf16": "*fp64", "*fp32": "*fp64"}
+    signature = tuple(wide.get(kind, kind) if isinstance(kind, str) else kind for kind in entry.signature)
+    constants = {k: tl.float64 if v is tl.float32 else v for k, v in entry.constants.items()}
+    return dataclasses.replace(entry, signature=signature, constants=constants)
+
+
+@pytest.mark.parametrize(
+    "entry", [e for e in ENTRIES if not e.name.startswith("linear")], ids=lambda entry: f"{entry.name}-float64"
+)
+def test_compiles_in_float64(entry):
+    """Half and double take different branches of a kernel: some Tritons compile both where one returns early."""
+    assert in_float64(entry).compile(90).asm["ptx"]
