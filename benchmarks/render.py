@@ -43,13 +43,14 @@ def page(runs: dict[str, dict]) -> str:
 
 
 def readme_block(runs: dict[str, dict], device: Path) -> str:
-    """The table of the networks and their picture: what a reader of the README looks for first."""
-    if "models" not in runs:
+    """The widest thing measured on a device, as a table and a picture: what a reader of the README looks for first."""
+    kind = next((k for k in KINDS if k in runs), None)
+    if kind is None:
         return ""
     where = device.relative_to(ROOT).as_posix()
     return (
-        f"{report.markdown(runs['models'])}\n![Training steps against eager and torch.compile]({where}/models.png)\n\n"
-        f"All figures, also of single ops and layers: [{where}/RESULTS.md]({where}/RESULTS.md).\n"
+        f"{report.markdown(runs[kind])}\n![{KINDS[kind]}, against their peers]({where}/{kind}.png)\n\n"
+        f"All figures: [{where}/RESULTS.md]({where}/RESULTS.md).\n"
     )
 
 

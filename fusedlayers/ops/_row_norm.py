@@ -216,7 +216,8 @@ class _Call:
         kernel, launch, ct = load("norm"), load("launch").Launch, triton_dtype(self.dtype)
         M, N, offset, processors = self.M, self.N, float(self.norm.offset), _processors(device)
         runs = []
-        tile = backward_tile(N, self.dtype.itemsize)
+        stored = max(self.s_dtype.itemsize, self.y_dtype.itemsize)
+        tile = backward_tile(N, self.dtype.itemsize, stored, _shared_memory(device))
         if tile.rows:
             partials = blocks = _balanced(cdiv(M, tile.rows), processors * tile.per_processor)
             flags = (ct, offset, self.norm.center, not no_sum, has_w, need_dx, need_dres, need_w, need_b, unit)
@@ -342,13 +343,13 @@ def forward_tile(N: int, itemsize: int) -> Tile:
 
 
 @functools.cache
-def backward_tile(N: int, itemsize: int) -> Tile:
+def backward_tile(N: int, itemsize: int, stored: int, shared: int) -> Tile:
     """16 values a thread of each of input, gradient, weight and two sums: what 128 registers hold.
 
     `per_processor` makes 16 warps of them resident, which is all there is room for: each block walks many rows and
     writes one partial row. The next tile is loaded while one is worked on. From 512 columns on all warps lie along the
     row, so that a thread adds the rows of its tile up by itself (`sums=1`). A third stage keeps the memory busy while
-    two tiles are worked on, where three of both tensors fit the 99 KiB of a small GPU.
+    two tiles are worked on, where three of both tensors, `stored` bytes an element, fit the `shared` memory.
     """
     cols = next_power_of_2(N)
     if cols * itemsize > 32768:
@@ -356,7 +357,7 @@ def backward_tile(N: int, itemsize: int) -> Tile:
     if cols <= 256:
         return Tile(2048 // cols, cols, 4, sums=2048 // cols, per_processor=4, stages=2)
     rows, warps = (2, cols // 256) if cols <= 1024 else (1, cols // 512)
-    stages = 3 if rows * cols * itemsize <= 16384 else 2
+    stages = 3 if 3 * 2 * rows * cols * stored + 8192 <= shared else 2
     return Tile(rows, cols, warps, per_processor=max(1, 16 // warps), stages=stages)
 
 
@@ -368,6 +369,14 @@ def _unit(*sizes: int) -> int:
 def _balanced(tiles: int, blocks: int) -> int:
     """At most `blocks` blocks that share the tiles evenly."""
     return cdiv(tiles, cdiv(tiles, blocks))
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes a block may have; those of the smallest GPUs where the device does not say."""
+    least = 99 * 1024
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return getattr(properties, "shared_memory_per_block_optin", least)
 
 
 @functools.cache

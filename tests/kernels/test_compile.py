@@ -123,7 +123,7 @@ def row_norm() -> Iterator[Entry]:
             name = f"norm-{kind}-{N}-{'layer' if center else 'rms'}"
             entry = module.forward if tile.rows else module.forward_long
             yield Entry(f"{name}-forward", entry, signature, constants, tile.warps)
-            tile = _row_norm.backward_tile(N, 4)
+            tile = _row_norm.backward_tile(N, 4, 2, SHARED_MEMORY[89])
             constants = {
                 **common, "HAS_GSUM": True, "NEED_DX": True, "NEED_DRES": True, "NEED_DW": True, "NEED_DB": center,
                 "BR": tile.rows, "BN": tile.cols, "AR": tile.sums, "STAGES": tile.stages,

@@ -58,7 +58,7 @@ def short_chunks(monkeypatch):
     tile = _row_norm.Tile(0, 64, 4)
     for name in ("forward_tile", "backward_tile"):
         full = getattr(_row_norm, name)
-        monkeypatch.setattr(_row_norm, name, lambda N, size, full=full: tile if N > 64 else full(N, size))
+        monkeypatch.setattr(_row_norm, name, lambda N, *more, full=full: tile if N > 64 else full(N, *more))
     _row_norm._cached_call.cache_clear()
     yield
     _row_norm._cached_call.cache_clear()
