@@ -219,6 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for about in ("does not have many workers", "LeafSpec"):
         warnings.filterwarnings("ignore", f".*{about}.*")
+    torch.set_num_threads(1)  # on layers this small, threads wait for each other longer than they work
     images = load()[1].tensors[0]
 
     runs: dict[str, Run] = {}
