@@ -40,12 +40,14 @@ def assert_accurate(
     what: str = "result",
     terms: int = 1,
     computed: torch.dtype | None = None,
+    steepness: float = 1.0,
 ) -> Ratio:
     """Holds one tensor to the accuracy rule, in the Frobenius norm and in the largest single error.
 
     `terms` standard normal values were added up for each element: where they cancel by luck, a few ulp means a few
     ulp of their usual sum, sqrt(terms), not of what happened to be left. `computed`: the dtype whose ulp these are,
-    where autocast computes in a lower one than that of the result.
+    where autocast computes in a lower one than that of the result. `steepness`: by how much the function multiplies
+    an ulp of what it is computed from.
     """
     assert fused.shape == eager.shape, f"{what}: shape {tuple(fused.shape)}, eager has {tuple(eager.shape)}"
     assert fused.dtype == eager.dtype, f"{what}: {fused.dtype}, eager has {eager.dtype}"
@@ -60,7 +62,7 @@ def assert_accurate(
     computed = computed or fused.dtype
     eps = torch.finfo(computed).eps
     for norm in (lambda t: t.norm().item(), lambda t: t.abs().max().item()):
-        size = max(norm(x), math.sqrt(terms) * norm(torch.ones_like(x)) if terms > 1 else 0.0)
+        size = max(norm(x), math.sqrt(terms) * steepness * norm(torch.ones_like(x)) if terms > 1 else 0.0)
         slack = ULPS[computed] * eps * size + torch.finfo(fused.dtype).tiny
         off, allowed = norm(f - x), FACTOR * norm(e - x) + slack
         assert off <= allowed, (
@@ -91,11 +93,13 @@ def compare(
     seed: int = 0,
     sums: bool = False,
     computed: torch.dtype | None = None,
+    steepness: float = 1.0,
 ) -> list[Ratio]:
     """Holds every output and every input gradient of `fused` to the accuracy rule against `eager` on the same inputs.
 
     Inputs that require a gradient get one compared; `None` must be `None` on both sides. Inputs must not be written.
-    `sums`: elements of the outputs are sums as well, of about unit size, which may cancel by luck.
+    `sums`: elements of the outputs are sums as well, of about unit size, which may cancel by luck. `steepness`: see
+    `assert_accurate`.
     """
     before = [t.detach().clone() if isinstance(t, Tensor) else t for t in inputs]
     doubles = [_double(t) for t in inputs]
@@ -116,7 +120,9 @@ def compare(
             assert (f is None) == (e is None), f"{kind} {i}: {f} where eager has {e}"
             if f is not None:
                 added = sum(g.numel() for g in grads or ()) // max(f.numel(), 1) if kind == "gradient" else 1
-                ratios.append(assert_accurate(f, e, x, f"{kind} {i}", max(added, 2 if sums else 1), computed))
+                ratios.append(
+                    assert_accurate(f, e, x, f"{kind} {i}", max(added, 2 if sums else 1), computed, steepness)
+                )
     return ratios
 
 

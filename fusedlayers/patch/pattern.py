@@ -321,14 +321,16 @@ def _passing(node: Any, root: nn.Module) -> tuple[nn.Module, str | None] | None:
 
 
 class _Dropout(Pattern):
-    """Element-wise dropout as a module or as `F.dropout`; bound to the `Child`, or to the probability in effect."""
+    """Element-wise dropout as a module or as `F.dropout`; bound to the `Child`, or to the probability in effect.
+
+    Not in place: torch draws another mask there on a GPU.
+    """
 
     def match(self, node: Any, state: State) -> Iterator[State]:
         if isinstance(node, Node) and node.op == "call_module":
             module = effects.child(state.module, node.target)
-            if isinstance(module, nn.Dropout):
-                for found in _Leaf(self.name, nn.Dropout, pins=("inplace",))(*self.inputs).match(node, state):
-                    yield replace(found, writes=(*found.writes, (node, node.args[0]))) if module.inplace else found
+            if isinstance(module, nn.Dropout) and not module.inplace:
+                yield from _Leaf(self.name, nn.Dropout, pins=("inplace",))(*self.inputs).match(node, state)
         else:
             call = _dropout_call(node)
             found = None if call is None else state.bind(self.name, call[1])
@@ -402,7 +404,7 @@ def through(inner: Pattern) -> Pattern:
 
 
 def dropout(name: str) -> Pattern:
-    """Element-wise dropout, bound to its module, or to the probability in effect where `F.dropout` is called."""
+    """Element-wise dropout, not in place, bound to its module, or to the probability where `F.dropout` is called."""
     return _Dropout(name)
 
 

@@ -284,7 +284,8 @@ def test_masks_past_32_bits(numel, device):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 def test_offsets_past_32_bits_forward_and_backward(dropout_p, device):
     """1,048,577 rows of 2,048: the last rows lie past 2**31 elements, and every row adds to the scale's gradient."""
-    x = torch.randn(1048577, 2048, dtype=torch.bfloat16, device=device, requires_grad=True)
+    x = torch.empty(1048577, 2048, dtype=torch.bfloat16, device=device)
+    x.uniform_(0.5, 2.0).requires_grad_()  # never zero, so that a zero product is a dropped one
     residual, scale = torch.randn_like(x), torch.randn(2048, device=device, requires_grad=True)
     with fl.settings(route="triton"):
         y, _ = drawn(lambda: scale_residual(x, residual, scale, dropout_p=dropout_p, training=True))

@@ -95,8 +95,30 @@ def test_dropout_draws_the_masks_of_the_original(device):
 
 @pytest.mark.parametrize("start", [0, 40])
 def test_random_forwards(device, start):
+    """In float64, where no rounding hides a wrong mask or a lost edit."""
     for seed in range(start, start + 40):
-        random_forwards.assert_same(random_forwards.write(seed), device)
+        random_forwards.assert_same(random_forwards.write(seed), device, torch.float64)
+
+
+@pytest.mark.parametrize("start", [0, 40])
+def test_random_forwards_by_kernels(device, start):
+    """In float32, on the kernels, under the accuracy rule."""
+    verified = 0
+    for seed in range(start, start + 40):
+        torch.manual_seed(seed)
+        source = random_forwards.write(seed)
+        original, x = random_forwards.make(source).to(device), torch.randn(4, 6, 5, device=device)
+        patched = fl.patch_model(copy.deepcopy(original), on_fallback="raise")
+        for mode in (True, False):
+            try:
+                sum((o * o).sum() for o in original.train(mode)(x.clone().requires_grad_())).backward()
+            except RuntimeError:  # an in-place edit of what backward needs
+                continue
+            with fl.settings(route="triton"):
+                report = fl.verify(patched.train(mode), x)
+            assert report, f"{report}\n{source}"
+            verified += 1
+    assert verified > 40
 
 
 def test_moved_to_the_cpu_after_patching(case):

@@ -12,7 +12,7 @@ from tests.harness import randn
 
 
 @pytest.fixture(autouse=True)
-def _kernels_run(device):
+def kernels_run(device):
     if device == "cpu" and not kernels.interpreted():
         pytest.skip("kernels run on a device or in the interpreter")
     with fl.settings(route="triton"):

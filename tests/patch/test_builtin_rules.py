@@ -246,6 +246,25 @@ def test_dropout_at_zero_is_seen_through_and_pinned():
     assert fl.explain(patched).fallbacks[""] == {"drop.p has changed": 1}
 
 
+def test_dropout_in_place_stays_torchs_own():
+    """torch draws another mask for it on a GPU, so its own call stays, and what is around it is fused without it."""
+
+    def forward(self, x):
+        h = self.drop(self.norm(x))
+        h += x
+        return h
+
+    for drop, kinds in ((nn.Dropout(0.3, inplace=True), []), (nn.Dropout(0.3), ["scale_residual"])):
+        model = block(forward, norm=nn.LayerNorm(6), drop=drop)
+        assert [kind for kind, _ in sites(model) if kind == "scale_residual"] == kinds
+        check(model, ROWS, *sites(model))
+    layer = nn.TransformerEncoderLayer(6, 2, 12, 0.1, batch_first=True)
+    layer.dropout2.inplace = True
+    assert not [kind for kind, _ in sites(layer) if kind == "transformer_encoder_layer"]
+    layer.dropout2.inplace = False
+    assert [kind for kind, _ in sites(layer) if kind == "transformer_encoder_layer"]
+
+
 def test_dropout_is_not_moved_past_other_randomness():
     def forward(self, x):
         a = self.drop(self.fc(x))

@@ -120,9 +120,10 @@ def run(module: nn.Module, x: torch.Tensor, backward: bool) -> list[torch.Tensor
     return [*found, x.detach(), torch.rand(1), *(b.clone() for b in module.buffers())]
 
 
-def assert_same(source: str, device: str = "cpu") -> int:
+def assert_same(source: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> int:
     torch.manual_seed(0)
-    original, x = make(source).to(device), torch.randn(4, 6, 5).to(device)
+    original, x = make(source).to(device, dtype), torch.randn(4, 6, 5).to(device, dtype)
+    rtol, atol = (1e-4, 1e-5) if dtype is torch.float32 else (1e-9, 1e-11)
     patched = fl.patch_model(twin(original), on_fallback="raise")
     sites = sum(not r.rule.startswith("lone") for r in fl.explain(patched).fused)
     for mode in (True, False):
@@ -138,7 +139,7 @@ def assert_same(source: str, device: str = "cpu") -> int:
                 if got is not None:
                     scale = expected.abs().max().clamp(min=1.0)
                     torch.testing.assert_close(
-                        got / scale, expected / scale, rtol=1e-4, atol=1e-5, msg=lambda m: m + "\n" + source
+                        got / scale, expected / scale, rtol=rtol, atol=atol, msg=lambda m: m + "\n" + source
                     )
     return sites
 

@@ -86,12 +86,18 @@ class TransformerEncoderLayer(Rule):
         kinds = {"linear1": nn.Linear, "linear2": nn.Linear, "norm1": LAYER_NORMS[0], "norm2": LAYER_NORMS[0]}
         kinds |= dict.fromkeys(("dropout", "dropout1", "dropout2"), nn.Dropout)
         odd = next((name for name, kind in kinds.items() if type(getattr(layer, name, None)) is not kind), None)
-        return f"its {odd} is not exactly a {kinds[odd].__name__}" if odd else None
+        if odd:
+            return f"its {odd} is not exactly a {kinds[odd].__name__}"
+        if layer.dropout1.inplace or layer.dropout2.inplace:
+            return "a dropout in place draws another mask on a GPU"
+        return None
 
     def fuse(self, m: Match) -> Call:
         layer = m.module
-        for name in ("linear1", "linear2", "norm1", "norm2", "dropout1", "dropout2"):
+        for name in ("linear1", "linear2", "norm1", "norm2"):
             m.child(name)
+        for name in ("dropout1", "dropout2"):
+            m.child(name, pins=("inplace",))
         if isinstance(layer.activation, nn.Module):
             m.child("activation", pins=settings_of(layer.activation))
         arguments = [m.inputs[name] for name in ("src", *self.accepts)]
