@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from ..activations import Activation
 from . import interpreted
@@ -26,14 +27,21 @@ _OVERFLOWS = 80.0
 """Above this threshold torch's softplus lets exp overflow; such a setting is left to torch."""
 
 
-def value(act: Activation) -> Any:
-    """The device function `(z, P0, P1) -> act(z)`."""
-    return globals()[_kernel(act)]
+def value(act: Activation, dtype: torch.dtype | None = None) -> Any:
+    """The device function `(z, P0, P1) -> act(z)`. `dtype`: what the result is rounded to, where that is known."""
+    return _function(_kernel(act), dtype)
 
 
-def gradient(act: Activation) -> Any:
-    """The device function `(g, kept, P0, P1) -> g * act'`."""
-    return globals()[_kernel(act) + "_grad"]
+def gradient(act: Activation, dtype: torch.dtype | None = None) -> Any:
+    """The device function `(g, kept, P0, P1) -> g * act'`. `dtype`: that of what `act` itself returns."""
+    return _function(_kernel(act) + "_grad", dtype)
+
+
+def _function(name: str, dtype: torch.dtype | None) -> Any:
+    from . import low_activations
+
+    cheap = getattr(low_activations, name, None) if dtype in (torch.float16, torch.bfloat16) else None
+    return globals()[name] if cheap is None else cheap
 
 
 def from_output(act: Activation) -> bool:
@@ -72,6 +80,17 @@ def _clamp_is_closed() -> bool:
 
 
 _CLOSED = tl.constexpr(_clamp_is_closed())
+_APPROXIMATE = tl.constexpr(not interpreted())
+
+
+@triton.jit
+def reciprocal(z):
+    """1 / z for 1 <= z <= 2**126: in float32 the device's own, right to 2 ulp there, without the care for the rest."""
+    if _APPROXIMATE and z.dtype != tl.float64:
+        inverse = libdevice.fast_dividef(1.0, z)
+    else:
+        inverse = 1.0 / z
+    return inverse
 
 
 @triton.jit
@@ -92,7 +111,7 @@ def _normal(z):
     if z.dtype == tl.float64:
         cdf = 0.5 * (1.0 + tl.math.erf(z * 0.7071067811865476))
     else:
-        t = 1.0 / (1.0 + 0.4 * tl.abs(z))
+        t = reciprocal(1.0 + 0.4 * tl.abs(z))
         q = 1.0 - t
         poly = q * -0.023489881929052926 + 0.07555097682023139
         poly = q * (q * poly + -0.060029974227564335) + -0.008145809842468772
@@ -122,14 +141,14 @@ def _exp(z):
 @triton.jit
 def _sigmoid(z):
     e = _exp(-tl.abs(z))
-    return tl.where(z < 0, e, 1.0) / (1.0 + e)
+    return tl.where(z < 0, e, 1.0) * reciprocal(1.0 + e)
 
 
 @triton.jit
 def _sigmoids(z):
     """sigmoid(z) and 1 - sigmoid(z), the latter without its cancellation."""
     e = _exp(-tl.abs(z))
-    inverse = 1.0 / (1.0 + e)
+    inverse = reciprocal(1.0 + e)
     return tl.where(z < 0, e, 1.0) * inverse, tl.where(z < 0, 1.0, e) * inverse
 
 

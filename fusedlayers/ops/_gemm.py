@@ -75,8 +75,8 @@ def linear_kernel(
 ) -> tuple[Tensor, Tensor | None]:
     """`(act(z), z)` of `z = x @ weight.T + bias` by the Triton product; z only where it is to be kept."""
     shape = (*x.shape[:-1], weight.shape[0])
-    y = torch.empty(shape, dtype=y_dtype, device=x.device)
-    z = torch.empty(shape, dtype=x.dtype, device=x.device) if keep_z else None
+    y = x.new_empty(*shape, dtype=y_dtype)
+    z = x.new_empty(*shape) if keep_z else None
     x = rows(x)
     lowered = x.dtype is torch.float32 and x.is_cuda and tf32()
     b_n = None if bias is None else bias.stride(0)
@@ -99,8 +99,9 @@ def _linear_launch(
     ct = compute_dtype(dtype)
     upcast = kernels.interpreted() and ct != dtype
     rest = (
-        M, N, K, *x_stride, *w_stride, b_n or 0, triton_dtype(ct), device_act.value(act), *device_act.constants(act),
-        b_n is not None, keep_z, "tf32" if lowered else "ieee", upcast, K % config.BK == 0, *config.tile,
+        M, N, K, *x_stride, *w_stride, b_n or 0, triton_dtype(ct), device_act.value(act, y_dtype),
+        *device_act.constants(act), b_n is not None, keep_z, "tf32" if lowered else "ieee", upcast,
+        K % config.BK == 0, *config.tile,
     )  # fmt: skip
     grid = (cdiv(M, config.BM) * cdiv(N, config.BN),)
     return load("launch").Launch(kernel.linear_forward, grid, rest, config.warps, config.stages)
@@ -112,7 +113,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         bias = bias.to(x.dtype)
     if x.dim() == 2:
         return F.linear(x, weight, bias)
-    y = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
+    y = x.new_empty(*x.shape[:-1], weight.shape[0])
     if bias is None:
         torch.mm(rows(x), weight.t(), out=rows(y))
     else:
@@ -134,7 +135,8 @@ def activate(z: Tensor, act: Activation, dtype: torch.dtype, overwrite: bool = F
 def _activate_launch(numel: int, dtype: torch.dtype, y_dtype: torch.dtype, act: Activation) -> Any:
     device_act = load("activations")
     block = 1024  # never fewer than a block has threads, so that none reads what another has overwritten
-    rest = (numel, triton_dtype(compute_dtype(dtype)), device_act.value(act), *device_act.constants(act), block)
+    value, constants = device_act.value(act, y_dtype), device_act.constants(act)
+    rest = (numel, triton_dtype(compute_dtype(dtype)), value, *constants, block)
     return load("launch").Launch(load("act_bias").activate, (cdiv(numel, block),), rest)
 
 
@@ -150,22 +152,20 @@ def act_bias_backward(
         need_h: also give `act(kept)`, for a product that needs it again.
         overwrite: `g` is nobody else's, so dz may take its place.
     """
-    shape, device = g.shape, g.device
+    M, N = g.shape  # sizes one by one: torch reads them faster than a tuple
     need_db = db_dtype is not None
     dz = h = db = partial = None
     if need_dz:
         own = overwrite and may_overwrite(g) and g.dtype is dtype and g.is_contiguous()
-        dz = g if own else torch.empty(shape, dtype=dtype, device=device)
+        dz = g if own else g.new_empty(M, N, dtype=dtype)
     if need_h:
-        h = torch.empty(shape, dtype=dtype, device=device)
+        h = g.new_empty(M, N, dtype=dtype)
     kept_dtype = None if kept is None else kept.dtype
-    run, blocks = _backward_launch(*shape, g.stride(), g.dtype, kept_dtype, dtype, act, need_dz, need_h, need_db)
+    run, blocks = _backward_launch(M, N, g.stride(), g.dtype, kept_dtype, dtype, act, need_dz, need_h, db_dtype)
     if need_db:
-        partial = torch.empty((1, blocks, shape[1]), dtype=compute_dtype(dtype), device=device)
-    run(g, kept, dz, h, partial)
-    if need_db:
-        db = torch.empty(shape[1], dtype=db_dtype, device=device)
-        load("reduce").finish(partial, db, None)
+        partial = g.new_empty(1, blocks, N, dtype=compute_dtype(dtype))
+        db = g.new_empty(N, dtype=db_dtype)
+    run(g, kept, dz, h, partial, db, None)
     return dz, db, h
 
 
@@ -180,16 +180,21 @@ def may_overwrite(g: Tensor) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _backward_launch(
     M: int, N: int, g_stride: tuple[int, int], g_dtype: torch.dtype, kept_dtype: torch.dtype | None,
-    dtype: torch.dtype, act: Activation, need_dz: bool, need_h: bool, need_db: bool,
+    dtype: torch.dtype, act: Activation, need_dz: bool, need_h: bool, db_dtype: torch.dtype | None,
 ) -> tuple[Any, int]:  # fmt: skip
-    """The launch and the number of partial sums a column."""
-    device_act = load("activations")
+    """The launches and the number of partial sums a column."""
+    device_act, launch, need_db = load("activations"), load("launch"), db_dtype is not None
     grid, tile, per_block, blocks = pass_tile(M, N, need_db)
     rest = (
-        M, N, *g_stride, per_block, triton_dtype(compute_dtype(dtype)), device_act.value(act),
-        device_act.gradient(act), *device_act.constants(act), kept_dtype is not None, need_dz, need_h, need_db, *tile,
+        M, N, *g_stride, per_block, triton_dtype(compute_dtype(dtype)), device_act.value(act, dtype),
+        device_act.gradient(act, dtype), *device_act.constants(act), kept_dtype is not None, need_dz, need_h, need_db,
+        *tile,
     )  # fmt: skip
-    return load("launch").Launch(load("act_bias").act_bias_backward, grid, rest), blocks
+    # g, kept, dz, h, partial, db, None
+    steps = [(launch.Launch(load("act_bias").act_bias_backward, grid, rest), (0, 1, 2, 3, 4), False)]
+    if need_db:
+        steps.append((load("reduce").finisher(blocks, N, compute_dtype(dtype), db_dtype, None), (4, 5, 6), False))
+    return launch.Chain(*steps), blocks
 
 
 def bias_grad(g: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -214,14 +219,15 @@ def weight_grad(dz: Tensor, x: Tensor, weight_stride: tuple[int, int] | None = N
 def pass_tile(M: int, N: int, sums: bool) -> tuple[tuple[int], tuple[int, int], int, int]:
     """Grid, tile, rows a block walks and blocks along M of a backward pass.
 
-    With sums: four blocks on each of 132 multiprocessors, so that the second stage reads little.
+    With sums: eight blocks on each of 132 multiprocessors. Fewer would leave the memory idle while they compute; more
+    would leave the second stage more to read.
     """
     wide = min(next_power_of_2(N), 128 if sums else 1024)
     tall = max(1, min(next_power_of_2(M), (2048 if sums else 1024) // wide))
     across = cdiv(N, wide)
     blocks = cdiv(M, tall)
     if sums:
-        blocks = max(1, min(blocks, 528 // across))
+        blocks = max(1, min(blocks, 1056 // across))
     per_block = cdiv(cdiv(M, blocks), tall) * tall
     blocks = cdiv(M, per_block)
     return (blocks * across,), (tall, wide), per_block, blocks

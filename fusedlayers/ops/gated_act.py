@@ -253,7 +253,7 @@ def forward_launch(
     device_act = load("activations")
     grid, tile, *_ = _gemm.pass_tile(M, N, False)
     ct = triton_dtype(compute_dtype(dtype))
-    rest = (M, N, gate_m, up_m, ct, device_act.value(act), *device_act.constants(act), *tile)
+    rest = (M, N, gate_m, up_m, ct, device_act.value(act, dtype), *device_act.constants(act), *tile)
     return load("launch").Launch(load("gated").gated_forward, grid, rest)
 
 
@@ -270,7 +270,8 @@ def backward_launch(
     grid, tile, per_block, blocks = _gemm.pass_tile(M, N, sums)
     *_, dgate, dup, h = (d is not None for d in dtypes)
     rest = (
-        M, N, *row_strides, per_block, blocks, triton_dtype(ct), device_act.value(act), device_act.gradient(act),
-        act.keeps == "output", *device_act.constants(act), dgate, dup, h, sums, *tile,
+        M, N, *row_strides, per_block, blocks, triton_dtype(ct), device_act.value(act, dtypes[0]),
+        device_act.gradient(act, dtypes[0]), act.keeps == "output", *device_act.constants(act), dgate, dup, h, sums,
+        *tile,
     )  # fmt: skip
     return load("launch").Launch(load("gated").gated_backward, grid, rest), blocks

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from fusedlayers import kernels
 from fusedlayers.activations import get
@@ -60,6 +61,10 @@ def act_bias() -> Iterator[Entry]:
         h = "*bf16" if need_h else None
         signature = ("*bf16", "*bf16", "*bf16", h, "*fp32", "i32", "i32", "i32", 1, "i32")
         yield Entry(f"act_bias_backward-{need_h}", module.act_bias_backward, signature, constants)
+    for name in ("gelu", "gelu_tanh", "quick_gelu", "silu"):  # their forms for half precision
+        low = {"ACT": act.value(get(name), torch.bfloat16), "GRAD": act.gradient(get(name), torch.bfloat16)}
+        assert low["ACT"] is not act.value(get(name))
+        yield Entry(f"act_bias_backward-low-{name}", module.act_bias_backward, signature, {**constants, **low})
 
 
 def residual() -> Iterator[Entry]:
@@ -263,7 +268,23 @@ def group_norm() -> Iterator[Entry]:
     yield Entry("gn_backward_combine", fn, ("*fp32", data, "*fp32", *["i32"] * 5), constants(fn, (ct, True, 1024)))
 
 
-FAMILIES = (act_bias, batch_norm, gated, group_norm, linear, residual, row_norm)
+def split_heads() -> Iterator[Entry]:
+    pack = kernels.load("split_heads").pack
+    heads, tokens, odd = ("i32", "i32", "i32", 1), ("i32", "i32", 1, "i32"), ("i32",) * 4  # strides over B, H, N, D
+    for name, kind, parts, strides, D, tile in [
+        ("heads", "bf16", 3, (heads,) * 3, 64, (16, 256)),
+        ("heads-fp32", "fp32", 3, (heads,) * 3, 72, (16, 256)),
+        ("heads-fp64", "fp64", 2, (heads, heads, odd), 5, (1, 8)),
+        ("tokens", "fp16", 3, (heads, tokens, heads), 64, (64, 64)),
+        ("unused", "bf16", 3, (heads, None, odd), 64, (16, 256)),
+    ]:
+        pointers = [None if s is None or i >= parts else f"*{kind}" for i, s in enumerate(strides)]
+        signature = (*pointers, f"*{kind}", "i32", "i32", *(n for s in strides for n in (s or odd)))
+        constants = {"PARTS": parts, "D": D, "BN": tile[0], "BC": tile[1]}
+        yield Entry(f"pack-{name}", pack, signature, constants)
+
+
+FAMILIES = (act_bias, batch_norm, gated, group_norm, linear, residual, row_norm, split_heads)
 ENTRIES = [entry for family in FAMILIES for entry in family()]
 
 
