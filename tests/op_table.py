@@ -6,6 +6,7 @@ this table: an op added here is held to all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fusedlayers import functional as fused
 from fusedlayers.activations import Activation, get, names
+from fusedlayers.ops.split_heads import split_heads
 from tests.harness import FLOATS, randn
 
 Shape = tuple[int, ...]
@@ -130,6 +132,11 @@ def cells(dtypes: Sequence[torch.dtype] = FLOATS) -> Iterator[tuple[Op, str, tor
 
 def _channels_second(lead: Shape, n: int) -> Shape:
     return (lead[0], n, *lead[1:])
+
+
+def _heads(x: Tensor) -> Shape:
+    """Two heads of each of three parts, all leading dims but the first taken for tokens."""
+    return x.shape[0] if x.dim() > 1 else 1, math.prod(x.shape[1:-1]), 3, 2, x.shape[-1] // 6
 
 
 register(
@@ -264,5 +271,14 @@ register(
         lambda lead, n: [(*lead, n), (*lead, n), (n,)],
         activated=False,
         per_sample=frozenset({0, 1}),
+    )
+)
+register(
+    Op(
+        "split_heads",
+        lambda _, x: split_heads(x * 1.0, *_heads(x)),  # views of a tensor of its own, as a projection makes it
+        lambda _, x: (x * 1.0).reshape(_heads(x)).permute(2, 0, 3, 1, 4).unbind(0),
+        lambda lead, n: [(*lead, 6 * max(n // 6, 1))],
+        activated=False,
     )
 )

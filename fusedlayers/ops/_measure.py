@@ -156,6 +156,7 @@ PROBES: dict[str, Callable[[torch.device], Args]] = {
     "rms_norm": lambda d: _norm(d, 1),
     "batch_norm_act": _batch_norm,
     "scale_residual": lambda d: _rows(d, 0.0, 0.0, False, tensors=2, vectors=1),
+    "split_heads": lambda d: (_values(d, 4, 16, 96), 4, 16, 3, 2, 16),
 }
 """By op: arguments of `ops.<op>.<op>`, about 4096 elements."""
 

@@ -28,6 +28,9 @@ def test_largest_ratio(name, dtype, device, capsys):
             inputs = op.inputs((129, 9), 257, dtype, device, seed=seed, grid=op.exact and act in JUMPS)
             fused, eager = op.bound(activation(act) if op.activated else None)
             found += compare(fused, eager, inputs, seed=seed, sums=op.sums)
+    if not any(r.eager for r in found):  # nothing is rounded
+        assert not any(r.fused for r in found)
+        return
     off, eager_off = (math.hypot(*(getattr(r, side) for r in found)) for side in ("fused", "eager"))
     worst = max((r.value, r.what) for r in found if r.eager > 0)
     with capsys.disabled():

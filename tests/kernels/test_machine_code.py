@@ -9,7 +9,7 @@ import pytest
 
 from fusedlayers import kernels
 from fusedlayers.activations import get
-from tests.kernels.test_compile import group_norm, linear, row_norm
+from tests.kernels.test_compile import group_norm, linear, row_norm, split_heads
 
 
 def test_float32_products_add_each_step_up_from_zero():
@@ -32,3 +32,11 @@ def test_no_mean_is_folded_into_what_follows(family):
         if "WRITE_STATS" in entry.constants and entry.constants.get("CENTER", True):
             ptx = entry.compile(90).asm["ptx"]
             assert "div.rn.f32" in ptx or "fp64" in str(entry.signature), entry.name
+
+
+def test_heads_are_moved_16_bytes_at_a_time():
+    """Fails where the compiler no longer sees that a head's elements are neighbours."""
+    for entry in split_heads():
+        if entry.name in ("pack-heads", "pack-heads-fp32"):
+            moves = re.findall(r"(?:ld|st)\.global\S*", entry.compile(90).asm["ptx"])
+            assert moves and all(".v4.b32" in move for move in moves), entry.name
