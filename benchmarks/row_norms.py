@@ -85,8 +85,11 @@ def _outputs(out: Any) -> tuple[torch.Tensor, ...]:
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
+REPEATS = 4
+
+
 def capture(case: Case, fn: Fn, direction: str) -> torch.cuda.CUDAGraph:
-    """A graph of the forward, or of the backward alone: its forward ran before, on the same stream."""
+    """A graph of `REPEATS` forwards, or backwards alone: their forward ran before, on the same stream."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         outs = _outputs(fn(*case.args))
@@ -103,7 +106,8 @@ def capture(case: Case, fn: Fn, direction: str) -> torch.cuda.CUDAGraph:
             run()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
-        run()
+        for _ in range(REPEATS):
+            run()
     graph.replay()
     torch.cuda.synchronize()
     graph.reads = outs  # and through their graph, what autograd kept
@@ -111,7 +115,7 @@ def capture(case: Case, fn: Fn, direction: str) -> torch.cuda.CUDAGraph:
 
 
 def turns(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int = 15) -> dict[str, float]:
-    """Median microseconds of each graph; they take turns."""
+    """Median microseconds of one run in each graph; they take turns."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():
@@ -121,7 +125,7 @@ def turns(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int = 15) -> dict[str
             graph.replay()
             end.record()
             end.synchronize()
-            times[name].append(1000 * begin.elapsed_time(end))
+            times[name].append(1000 * begin.elapsed_time(end) / REPEATS)
     return {name: statistics.median(found) for name, found in times.items()}
 
 
