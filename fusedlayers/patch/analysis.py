@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..ops import _route
-from . import effects, rewrite
+from . import effects, readers, rewrite
 from .filters import Filters
 from .guards import MARK, STATE, is_patched, original_class
 from .records import Counts, Found
@@ -59,6 +59,7 @@ def plan(
 
     `only(name, rule)` may give a reason to leave out a site, by its dotted name.
     """
+    readers.forget()
     swallowed: set[int] = set()
     opened: set[int] = set()
     bare: list[tuple[str, nn.Module]] = []

@@ -98,7 +98,7 @@ def generate(signature: inspect.Signature, variants: Sequence[Variant]) -> Gener
         "",
     ]
     source = "\n".join(lines)
-    return Generated(source, names.values, (source, tuple(_identity(v) for v in names.values.values())))
+    return Generated(source, names.values, (source, tuple(identity(v) for v in names.values.values())))
 
 
 def compile_source(generated: Generated, filename: str, extra: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def compile_source(generated: Generated, filename: str, extra: dict[str, Any]) -
     return scope
 
 
-def _identity(value: Any) -> Any:
+def identity(value: Any) -> Any:
     try:
         hash(value)
     except TypeError:

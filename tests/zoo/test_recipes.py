@@ -333,7 +333,7 @@ def test_a_product_that_is_replaced_later_gets_what_it_always_got():
     model.fc = nn.Identity()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model(ROWS).dtype == torch.float32
-    assert fl.explain(model).fallbacks == {"": {"fc has been replaced": 1}}
+    assert not fl.explain(model).fallbacks, "all else stays fused"
 
 
 def test_a_rule_whose_class_is_gone_says_so_once(layers, monkeypatch):

@@ -9,6 +9,8 @@ from torch import Tensor
 from ..rule import Call, Match, Rule, register_rule
 from .layer_norm import norm
 
+LAYER_NORMS_2D = ("timm.layers.norm.LayerNorm2d", "torchvision.models.convnext.LayerNorm2d")
+
 
 def layer_norm_2d(layer: Any, x: Tensor) -> Tensor:
     return norm(layer, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
@@ -18,7 +20,7 @@ def layer_norm_2d(layer: Any, x: Tensor) -> Tensor:
 class LayerNorm2d(Rule):
     """A layer norm over dim 1 of `(N, C, H, W)`."""
 
-    target = ("timm.layers.norm.LayerNorm2d", "torchvision.models.convnext.LayerNorm2d")
+    target = LAYER_NORMS_2D
     priority = 10
 
     def check(self, m: Match) -> str | None:
