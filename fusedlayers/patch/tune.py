@@ -21,7 +21,7 @@ from .guards import MARK, STATE, Site, is_patched
 from .model import patch_model
 from .plan import PatchPlan
 from .rewrite import Found
-from .verify import _as_found, _unpatched
+from .runs import as_found, restored
 
 MARGIN = 1.02
 """How much slower than the original a site must be, by the median and by the best of its times, to be undone."""
@@ -111,7 +111,7 @@ def tune(model: nn.Module, *inputs: Any, step: Callable[[], Any] | None = None, 
     run = step or (lambda: _forward_backward(model, inputs, kwinputs))
     targets = {name: m for name, m in model.named_modules() if is_patched(m)}
     report = TuneReport()
-    with _as_found(model) as rewind, _parameters_kept(model, step is not None), _quiet(targets.values()):
+    with as_found(model) as rewind, _parameters_kept(model, step is not None), _quiet(targets.values()):
         seen = _inputs_of(targets, run)
         rewind()
         original = _step_ms(run, targets.values(), rewind)
@@ -173,7 +173,7 @@ def _inputs_of(targets: dict[str, nn.Module], run: Callable[[], Any]) -> dict[st
 
         return note
 
-    with _unpatched(list(targets.values())):
+    with restored(list(targets.values())):
         handles = [m.register_forward_pre_hook(hook(n), with_kwargs=True) for n, m in targets.items()]
         try:
             run()
@@ -323,7 +323,7 @@ def _times(calls: Sequence[Callable[[int], None]]) -> list[list[float]]:
 
 
 def _step_ms(run: Callable[[], Any], unpatched: Any, rewind: Callable[[], None]) -> float:
-    with _unpatched(list(unpatched)):
+    with restored(list(unpatched)):
         times = _times([lambda n: [run() for _ in range(n)]])
     rewind()
     return statistics.median(times[0])

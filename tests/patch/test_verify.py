@@ -146,6 +146,171 @@ def test_reentrant_checkpointing():
     assert fl.verify(fl.patch_model(Checkpointed()), X)
 
 
+class Scaled(nn.Module):
+    """Linear layers with dropout between, as many models end."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.3))
+        self.b = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.3))
+        self.c = nn.Linear(32, 4)
+
+    def forward(self, x):
+        noise = x.new_empty(x.shape[0], 1).bernoulli_(0.8)
+        return self.c(self.b(self.a(x + 0.1 * torch.randn_like(x))) * noise)
+
+
+WIDE = torch.randn(64, 8)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16 autocast"])
+def test_draws_that_depend_on_the_dtype_have_a_reference(bf16):
+    model = fl.patch_model(Scaled())
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        report = fl.verify(model, WIDE)
+    assert report, str(report)
+    assert report.reference == "float64"
+    assert max(c.eager_error for c in report.comparisons) < (0.2 if bf16 else 1e-5)
+
+
+def test_draws_of_native_dropout_as_a_gpu_makes_them(monkeypatch):
+    monkeypatch.setattr(
+        nn.functional, "dropout", lambda x, p, training, inplace: torch.native_dropout(x, p, training)[0]
+    )
+    report = fl.verify(fl.patch_model(Scaled().bfloat16()), WIDE.bfloat16())
+    assert report and report.reference == "float64", str(report)
+    assert max(c.eager_error for c in report.comparisons) < 0.2
+
+
+@pytest.mark.usefixtures("_own_rules")
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16 autocast"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda fc, activation, x: activation(fc(x)) * 1.05,
+        lambda fc, activation, x: activation(fc(x)) / 1.05 + 0 * torch.rand(1),
+        lambda fc, activation, x: nn.functional.dropout(activation(fc(x)), 0.01),
+        lambda fc, activation, x: torch.manual_seed(3) and activation(fc(x)),
+    ],
+    ids=["scaled", "draws more", "dropout too many", "other masks"],
+)
+def test_wrong_beside_dropout(op, bf16):
+    model = Scaled()
+    fl.patch_model(model.b, rules=[wrong_rule(op)])
+    fl.patch_model(model, rules=["linear_act"])
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        report = fl.verify(model, WIDE)
+    assert not report and report.reference == "float64" and report.worst == "b", str(report)
+
+
+@pytest.mark.usefixtures("_own_rules")
+def test_a_dropout_forgotten():
+    class Forgets(fl.Rule):
+        pattern = leaf("drop", nn.Dropout)(act("act")(leaf("fc", nn.Linear)(value("x"))))
+
+        def fuse(self, m):
+            return m.call(lambda drop, fc, activation, x: activation(fc(x)), m.drop, m.fc, m.act, m.x)
+
+    model = Scaled()
+    fl.patch_model(model.b, rules=[Forgets()])
+    report = fl.verify(model, WIDE)
+    assert not report and report.worst == "b", str(report)
+
+
+def test_draws_that_stay_inside_an_op_leave_the_direct_comparison():
+    model = fl.patch_model(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.RReLU()))
+    report = fl.verify(model, X)
+    assert report and report.reference == "the original"
+    assert fl.verify(model.eval(), X).reference == "float64"
+
+
+def test_runs_that_draw_otherwise_leave_the_direct_comparison():
+    class Choosy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.5))
+
+        def forward(self, x):
+            return self.inner(x) + (torch.rand_like(x) if x.dtype == torch.float32 else 0)
+
+    report = fl.verify(fl.patch_model(Choosy()), X)
+    assert report and report.reference == "the original"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_dropout_drawn_again_by_checkpointing(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner = nn.Linear(8, 8), Scaled()
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.inner, self.first(x), use_reentrant=reentrant)
+
+    report = fl.verify(fl.patch_model(Checkpointed()), WIDE)
+    assert report and report.reference == "float64", str(report)
+    assert max(c.eager_error for c in report.comparisons) < 1e-5
+
+
+class Restless(nn.Module):
+    """Gives something else each time, by what no generator's state says."""
+
+    def __init__(self, size: float, where: str = "forward"):
+        super().__init__()
+        self.rng, self.size, self.where = random.Random(0), size, where
+
+    def forward(self, x):
+        noise = torch.tensor([self.rng.gauss(0, self.size) for _ in range(x.shape[-1])], dtype=x.dtype)
+        if self.where == "forward":
+            return x + noise
+        x = x * 1.0
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * (1 + noise))
+        return x
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+@pytest.mark.parametrize("size", [0.01, 0.4])
+def test_an_original_that_does_not_repeat_itself(size, drop):
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.Sequential(nn.ReLU(), Restless(size)), nn.Dropout(drop), nn.Linear(8, 8), nn.GELU()
+    )
+    fl.patch_model(model)
+    report = fl.verify(model, X)
+    assert not report and not report.ok
+    assert "the original does not repeat its own results" in report.error and report.worst == "1.1"
+    assert "nothing can be judged" in str(report)
+    assert not fl.verify(model, X, rtol=1e-6) and not fl.verify(model, X, backward=False)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_gradients_that_do_not_repeat_themselves():
+    model = fl.patch_model(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Restless(0.1, "backward"), nn.Linear(8, 8)))
+    assert "does not repeat its own results: " in fl.verify(model, X).error
+    assert fl.verify(model, X, backward=False)
+
+
+def test_a_counter_that_nothing_resets():
+    class Counts(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x * self.calls
+
+    report = fl.verify(fl.patch_model(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Counts())), X)
+    assert "does not repeat its own results" in report.error and report.worst == "2"
+
+
+def test_steady_models_run_no_more_often_than_needed():
+    calls = []
+    model = fl.patch_model(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.5)))
+    model.register_forward_hook(lambda *_: calls.append(1))
+    assert fl.verify(model.eval(), X) and len(calls) == 3, "original, fused, float64"
+    calls.clear()
+    assert fl.verify(model.train(), X) and len(calls) == 4, "and once recorded"
+
+
 def test_the_report_is_json():
     data = json.loads(json.dumps(fl.verify(fl.patch_model(network()), X).to_dict()))
     assert data["ok"] is True and data["reference"] == "float64" and len(data["comparisons"]) > 10
