@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl  # noqa: F401  (its dtypes, for ops that must not import Triton themselves)
 from torch import Tensor
 
@@ -35,6 +37,11 @@ observer: Callable[[Launch, tuple[Tensor | None, ...], tuple[int, ...]], None] |
 """Set by `fusedlayers.inspect` while it looks: called in place of every launch, which it makes by `Launch.run`."""
 
 
+Ready = tuple[Callable[..., Any], tuple[Any, ...], bool]
+"""What launches a built kernel, what it takes between the stream and the kernel's arguments, and whether those are one
+tuple."""
+
+
 class Launch:
     """A kernel with its grid, sizes and constants bound; calling it with the pointer arguments runs it.
 
@@ -56,13 +63,13 @@ class Launch:
             raise KernelError(f"{kernel.__name__}: a grid of {grid} blocks is larger than a GPU takes")
         self.kernel, self.grid, self.rest = kernel, (x, y, z), rest
         self.num_warps, self.num_stages = num_warps, num_stages
-        self._ready: dict[Any, tuple[Any, Any, Any]] = {}
+        self._ready: dict[Any, Ready] = {}
 
     def __call__(self, *pointers: Tensor | None, numbers: tuple[int, ...] = (), observed: bool = False) -> None:
         if _INTERPRETED or (observer is not None and not observed):
             self._unusual(pointers, numbers, observed)
             return
-        addresses: list[int | None] = []
+        addresses: list[Any] = []
         bits, some = 0, None
         for p in pointers:
             if p is None:
@@ -79,11 +86,12 @@ class Launch:
         if ready is None or device != _current_device():
             self._elsewhere(ready, key, device, pointers, addresses, numbers)
         else:
-            run, function, metadata = ready
+            fire, bound, packed = ready
             x, y, z = self.grid
-            run(
-                x, y, z, _current_stream(device), function, metadata, None, None, None, *addresses, *numbers, *self.rest
-            )
+            if packed:
+                fire(x, y, z, _current_stream(device), *bound, (*addresses, *numbers, *self.rest))
+            else:
+                fire(x, y, z, _current_stream(device), *bound, *addresses, *numbers, *self.rest)
 
     def run(self, pointers: tuple[Tensor | None, ...], numbers: tuple[int, ...] = ()) -> None:
         """The launch itself, for an observer."""
@@ -106,12 +114,11 @@ class Launch:
             return
         with torch.cuda.device(device):
             if ready is None:
-                compiled = self._build(pointers, numbers)
-                self._ready[key] = compiled.run, compiled.function, compiled.packed_metadata
+                self._ready[key] = _ready(self._build(pointers, numbers))
             else:
-                run, function, metadata = ready
-                stream = _current_stream(device)
-                run(*self.grid, stream, function, metadata, None, None, None, *addresses, *numbers, *self.rest)
+                fire, bound, packed = ready
+                arguments = (*addresses, *numbers, *self.rest)
+                fire(*self.grid, _current_stream(device), *bound, *((arguments,) if packed else arguments))
 
     def _build(self, pointers: tuple[Tensor | None, ...], numbers: tuple[int, ...]) -> Any:
         """Compiles through Triton's own path, which also makes the first launch."""
@@ -124,6 +131,76 @@ class Launch:
                 raise KernelError(f"{self.kernel.__name__} could not be built or launched: {reason}") from error
             _built[id(compiled)] = compiled  # several launches share one kernel
             return compiled
+
+
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+def _ready(compiled: Any) -> Ready:
+    """How to launch this kernel: `CompiledKernel.run`, or the C function it hands its arguments to after it has
+    allocated what this kernel does not need, where this version's order of arguments is known."""
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    if type(run).__module__ == "triton.backends.nvidia.driver" and (3, 6) <= _VERSION <= (3, 9):
+        if not (run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False)):
+            flags = (function, run.launch_cooperative_grid, run.launch_pdl)
+            if _VERSION == (3, 6):
+                return run.launch, (*flags, None, None, metadata, None, None, None), False
+            rest = (metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
+            return run.launch, (*flags, *rest), True
+    return run, (function, metadata, None, None, None), False
+
+
+class Chain:
+    """Launches that follow one another over one set of tensors; addresses, device and stream are looked up once.
+
+    Each step is a `Launch`, which of the chain's pointers it takes (two at least), and whether it takes the numbers.
+    The first pointer is given. A step whose launch is `None` is left out.
+    """
+
+    __slots__ = ("_ready", "steps")
+
+    def __init__(self, *steps: tuple[Launch | None, tuple[int, ...], bool]) -> None:
+        self.steps = [step for step in steps if step[0] is not None]
+        self._ready: dict[int, list[tuple]] = {}
+
+    def __call__(self, *pointers: Tensor | None, numbers: tuple[Any, ...] = ()) -> None:
+        device = pointers[0].get_device()
+        ready = self._ready.get(device)
+        if ready is None or observer is not None or device != _current_device():
+            self._apart(device, pointers, numbers)
+            return
+        addresses: list[Any] = []
+        bits = 0
+        for p in pointers:
+            if p is None:
+                addresses.append(None)
+            else:
+                address = p.data_ptr()
+                addresses.append(address)
+                bits |= address
+        if bits & 15:
+            self._apart(device, pointers, numbers)
+            return
+        stream = _current_stream(device)
+        addresses += numbers
+        for fire, x, y, z, bound, packed, pick, rest in ready:
+            if packed:
+                fire(x, y, z, stream, *bound, pick(addresses) + rest)
+            else:
+                fire(x, y, z, stream, *bound, *pick(addresses), *rest)
+
+    def _apart(self, device: int, pointers: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> None:
+        """One launch after the other, each looking for itself; once all are built, they are kept together."""
+        for launch, which, numbered in self.steps:
+            launch(*(pointers[i] for i in which), numbers=numbers if numbered else ())
+        if device in self._ready or not all(device in launch._ready for launch, _, _ in self.steps):
+            return
+        after, ready = tuple(range(len(pointers), len(pointers) + len(numbers))), []
+        for launch, which, numbered in self.steps:
+            fire, bound, packed = launch._ready[device]
+            pick = itemgetter(*which, *(after if numbered else ()))
+            ready.append((fire, *launch.grid, bound, packed, pick, launch.rest))
+        self._ready[device] = ready
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 2) -> None:

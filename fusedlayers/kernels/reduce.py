@@ -55,11 +55,12 @@ def finish(partial: Tensor, first: Tensor | None, second: Tensor | None) -> None
     """Sums `partial` (2, K, N) over K into `first` (N,) and `second` (N,), those that are not `None`."""
     _, K, N = partial.shape
     dtypes = (partial.dtype, None if first is None else first.dtype, None if second is None else second.dtype)
-    _prepared(K, N, *dtypes)(partial, first, second)
+    finisher(K, N, *dtypes)(partial, first, second)
 
 
 @functools.lru_cache(maxsize=4096)
-def _prepared(K: int, N: int, partial: torch.dtype, first: torch.dtype | None, second: torch.dtype | None) -> Launch:
+def finisher(K: int, N: int, partial: torch.dtype, first: torch.dtype | None, second: torch.dtype | None) -> Launch:
+    """The launch of `finish`, its pointers the same, for ops that keep it."""
     bn = min(next_power_of_2(N), 32)  # 128 bytes; few columns a block, or too few blocks share the work
     bk = max(1, min(next_power_of_2(K), 4096 // bn))
     grid = (cdiv(N, bn), (first is not None) + (second is not None))

@@ -9,17 +9,22 @@ import torch
 from torch import Tensor
 
 
-def needs_grad(*tensors: Any) -> bool:
-    """Whether autograd will ask for a backward of a call on these arguments."""
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd will ask for a backward of a call on these tensors."""
     if torch.is_grad_enabled():
         for t in tensors:
-            if isinstance(t, Tensor) and t.requires_grad:
+            if t is not None and t.requires_grad:
                 return True
     return False
 
 
 def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without the Python around it, which serves functorch: `_route.pick` has ruled that out."""
+    """`function.apply` without the Python around it, which serves functorch: `_route.pick` has ruled that out.
+
+    Nor is there any around its backward: what torch puts there looks for a `vjp`, which none of ours has.
+    """
+    if hasattr(function, "_backward_cls"):
+        function._backward_cls.apply = function.backward
     return super(torch.autograd.Function, function).apply
 
 

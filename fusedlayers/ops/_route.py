@@ -26,6 +26,7 @@ _is_tracing = torch._C._get_tracing_state
 _functorch_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _forward_ad = torch.autograd.forward_ad
+_unavailable = kernels.unavailable
 
 failures: dict[str, str] = {}
 """Ops whose kernel could not be built or launched in this process, and why; they run as reference from then on."""
@@ -62,18 +63,18 @@ def obstacle(tensors: Sequence[Tensor | None]) -> str | None:
     """Why these tensors cannot go to a kernel; `None` when they can."""
     first = at = None
     for t in tensors:
-        if t is None:
-            continue
-        if type(t) not in _PLAIN:
-            return f"{type(t).__name__} is a tensor subclass"
-        if t.dtype not in _FLOATS:
-            return f"{t.dtype} is not a float dtype the kernels take"
-        if t.layout is not _STRIDED or t.is_neg():
-            return f"layout {t.layout} is not dense"
-        if first is None:
-            first, at = t, t.get_device()
-        elif t.get_device() != at:
-            return f"tensors lie on {first.device} and {t.device}"
+        if t is not None:
+            if type(t) not in _PLAIN:
+                return f"{type(t).__name__} is a tensor subclass"
+            if t.dtype not in _FLOATS:
+                return f"{t.dtype} is not a float dtype the kernels take"
+            if t.layout is not _STRIDED or t.is_neg():
+                return f"layout {t.layout} is not dense"
+            device = t.get_device()
+            if first is None:
+                first, at = t, device
+            elif device != at:
+                return f"tensors lie on {first.device} and {t.device}"
     if first is None:
         return "no tensor"
     if first.is_cuda:
@@ -108,14 +109,15 @@ def pick(
         RuntimeError: the Triton route is forced and cannot run, with the reason.
     """
     wanted = settings.route
-    planned = None
+    planned = routes = None
     if wanted == "auto":
-        planned = _table.known(op, tensors, draws) if held.routes is None else held.routes.get(op)
+        routes = held.routes
+        planned = _table.known(op, tensors, draws) if routes is None else routes.get(op)
     # first of all, since here eager's own ops are the faster ones
     if planned == "reference" or wanted == "reference" or intercepted() is not None:
         return "reference", None
-    found = obstacle(tensors) or failures.get(op) or kernels.unavailable() or plan()
-    if isinstance(found, str):
+    found = obstacle(tensors) or failures.get(op) or _unavailable() or plan()
+    if type(found) is str:
         if wanted == "triton":
             raise RuntimeError(f"{op}: route 'triton' was forced and cannot run: {found}")
         return "reference", None
@@ -123,7 +125,10 @@ def pick(
         return ("library" if library else "reference"), found
     if wanted == "triton" or planned == "triton":
         return "triton", found
-    return _table.choose(op, tensors, "triton" if auto is None else auto(found), draws), found
+    preferred = "triton" if auto is None else auto(found)
+    if routes is None and _table.settled(op, tensors[0]):  # and had nothing to say above
+        return preferred, found
+    return _table.choose(op, tensors, preferred, draws), found
 
 
 def chosen() -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernels import KernelError, cdiv, load, next_power_of_2
 from . import _route
-from ._autograd import composite_backward, needs_grad
+from ._autograd import composite_backward, direct, needs_grad
 from ._dtypes import compute_dtype, triton_dtype
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -74,7 +74,7 @@ def row_norm(norm: Norm, x: Tensor, residual: Tensor | None, weight: Tensor | No
         if route == "triton":
             try:
                 if needs_grad(*tensors):
-                    y, s = _RowNorm.apply(x, residual, weight, bias, call)
+                    y, s = _apply(x, residual, weight, bias, call)
                 else:
                     y, s, _ = call.forward(x, residual, weight, bias, False)
                 return y if residual is None else (y, s)
@@ -119,6 +119,9 @@ class _RowNorm(torch.autograd.Function):
             return call.composite(*saved[:3], needs, g, g_sum)
 
 
+_apply = direct(_RowNorm)
+
+
 class _Call:
     """Everything about one kind of call that its tensors' values do not change, worked out once."""
 
@@ -139,18 +142,20 @@ class _Call:
         self, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, keep: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns `(y, sum, statistics)`."""
-        y = torch.empty(self.shape, dtype=self.y_dtype, device=x.device)
+        # sizes one by one: torch reads them faster than a tuple
+        y = x.new_empty(*self.shape, dtype=self.y_dtype)
         s = stats = None
         if self.x_step is None:
             x = x.contiguous()
         if residual is not None:
-            s = torch.empty(self.shape, dtype=self.s_dtype, device=x.device)
+            s = x.new_empty(*self.shape, dtype=self.s_dtype)
             residual = residual.contiguous() if self.residual_step is None else residual
         if keep:
-            stats = torch.empty((2 if self.norm.center else 1, self.M), dtype=self.dtype, device=x.device)
+            stats = x.new_empty(2 if self.norm.center else 1, self.M, dtype=self.dtype)
         key = keep, weight is None, bias is None
         run = self._launches.get(key) or self._prepare_forward(key)
-        run(x, residual, _dense(weight), _dense(bias), y, s, stats)
+        weight = weight if weight is None else weight.contiguous()
+        run(x, residual, weight, bias if bias is None else bias.contiguous(), y, s, stats)
         return y, s, stats
 
     def _prepare_forward(self, key: tuple[bool, bool, bool]) -> Any:
@@ -185,19 +190,16 @@ class _Call:
         # one tensor serves both, as in the backward of eager's add, unless their dtypes differ
         first = self.x_dtype if need_x else self.residual_dtype
         second = self.residual_dtype if need_x and need_res and self.residual_dtype != self.x_dtype else None
-        dx = torch.empty(self.shape, dtype=first, device=g.device) if need_x or need_res else None
-        dres = torch.empty(self.shape, dtype=second, device=g.device) if second is not None else None
-        key = needs, weight is None, g_sum is None, g_step, sum_step, s_step
-        runs, partials = self._launches.get(key) or self._prepare_backward(key, g.device)
-        partial = stats.new_empty((2, partials, self.N)) if need_w or need_b else None
-        w = None if dx is None else _dense(weight)
-        for run, params, grads in runs:
-            pointers = (g, g_sum, s, w, stats, dx, dres) if grads else (g, s, stats)
-            run(*pointers, *((partial,) if params else ()))
-        dw = torch.empty(self.norm.shape, dtype=weight.dtype, device=g.device) if need_w else None
-        db = torch.empty(self.norm.shape, dtype=bias.dtype, device=g.device) if need_b else None
-        if partial is not None:
-            load("reduce").finish(partial, dw, db)
+        dx = g.new_empty(*self.shape, dtype=first) if need_x or need_res else None
+        dres = g.new_empty(*self.shape, dtype=second) if second is not None else None
+        dtypes = weight.dtype if need_w else None, bias.dtype if need_b else None
+        key = needs, dtypes, weight is None, g_sum is None, g_step, sum_step, s_step
+        run, partials = self._launches.get(key) or self._prepare_backward(key, g.device)
+        partial = stats.new_empty(2, partials, self.N) if need_w or need_b else None
+        w = None if dx is None or weight is None else weight.contiguous()
+        dw = stats.new_empty(*self.norm.shape, dtype=dtypes[0]) if need_w else None
+        db = stats.new_empty(*self.norm.shape, dtype=dtypes[1]) if need_b else None
+        run(g, g_sum, s, w, stats, dx, dres, partial, dw, db)
         return dx if need_x else None, dx if dres is None and need_res else dres, dw, db, None
 
     def _rows(self, t: Tensor) -> tuple[Tensor, int]:
@@ -208,26 +210,28 @@ class _Call:
         return (t.contiguous(), self.N) if step is None else (t, step)
 
     def _prepare_backward(self, key: tuple, device: torch.device) -> Any:
-        (need_x, need_res, need_w, need_b), no_weight, no_sum, g_step, sum_step, s_step = key
+        (need_x, need_res, need_w, need_b), dtypes, no_weight, no_sum, g_step, sum_step, s_step = key
         need_dx, need_dres = need_x or need_res, need_x and need_res and self.residual_dtype != self.x_dtype
         has_w = not no_weight and need_dx
         unit = _unit(self.N, g_step, sum_step, s_step)
         g_v, sum_v, s_v = g_step // unit, sum_step // unit, s_step // unit
         kernel, launch, ct = load("norm"), load("launch").Launch, triton_dtype(self.dtype)
         M, N, offset, processors = self.M, self.N, float(self.norm.offset), _processors(device)
-        runs = []
+        # g, g_sum, s, w, stats, dx, dres, partial, dw, db
+        steps: list[tuple[Any, tuple[int, ...], bool]] = []
         stored = max(self.s_dtype.itemsize, self.y_dtype.itemsize)
         tile = backward_tile(N, self.dtype.itemsize, stored, _shared_memory(device))
         if tile.rows:
             partials = blocks = _balanced(cdiv(M, tile.rows), processors * tile.per_processor)
             flags = (ct, offset, self.norm.center, not no_sum, has_w, need_dx, need_dres, need_w, need_b, unit)
             rest = (M, N // unit, g_v, sum_v, s_v, *flags, tile.rows, tile.cols, tile.sums, tile.stages)
-            runs.append((launch(kernel.backward, (blocks,), rest, tile.warps), True, True))
+            steps.append((launch(kernel.backward, (blocks,), rest, tile.warps), (0, 1, 2, 3, 4, 5, 6, 7), False))
         else:
             partials = 0
             if need_dx:
                 rest = (M, N // unit, g_v, sum_v, s_v, ct, offset, self.norm.center, not no_sum, has_w, need_dres, unit)
-                runs.append((launch(kernel.backward_long, (M,), (*rest, tile.cols), tile.warps), False, True))
+                long = launch(kernel.backward_long, (M,), (*rest, tile.cols), tile.warps)
+                steps.append((long, (0, 1, 2, 3, 4, 5, 6), False))
             if need_w or need_b:
                 rows, cols = 16, 128
                 across = cdiv(N, cols)
@@ -235,9 +239,11 @@ class _Call:
                 partials = cdiv(M, per_block)
                 sizes, flags = (M, N // unit, g_v, s_v, per_block, partials), (need_w, need_b, unit, rows, cols)
                 rest = (*sizes, ct, self.norm.center, *flags)
-                runs.append((launch(kernel.backward_params, (across * partials,), rest), True, False))
-        self._launches[key] = runs, partials
-        return runs, partials
+                steps.append((launch(kernel.backward_params, (across * partials,), rest), (0, 2, 4, 7), False))
+        if need_w or need_b:
+            steps.append((load("reduce").finisher(partials, N, self.dtype, *dtypes), (7, 8, 9), False))
+        self._launches[key] = prepared = load("launch").Chain(*steps), partials
+        return prepared
 
     def composite(
         self, s: Tensor, weight: Tensor | None, bias: Tensor | None, needs: tuple[bool, ...],
@@ -265,9 +271,13 @@ def _prepare(norm: Norm, x: Tensor, residual: Tensor | None, weight: Tensor | No
     """The prepared call, or why the kernels cannot take these arguments."""
     if not isinstance(norm.shape, tuple):
         return "normalized_shape is not a sequence"
-    device = x.device.type
-    keys = [None if t is None else (t.shape, t.stride(), t.dtype) for t in (x, residual, weight, bias)]
-    return _cached_call(norm, *keys, device, torch.is_autocast_enabled(device))
+    device = "cuda" if x.is_cuda else x.device.type
+    return _cached_call(
+        norm, (x.shape, x.stride(), x.dtype),
+        None if residual is None else (residual.shape, residual.stride(), residual.dtype),
+        None if weight is None else (weight.shape, weight.dtype), None if bias is None else (bias.shape, bias.dtype),
+        device, torch.is_autocast_enabled(device),
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -284,7 +294,7 @@ def _cached_call(
     if residual is not None and residual[0] != shape:
         return "residual broadcasts"
     s_dtype = x[2] if residual is None else torch.promote_types(x[2], residual[2])
-    params = tuple(p[2] for p in (weight, bias) if p is not None)
+    params = tuple(p[1] for p in (weight, bias) if p is not None)
     if any((p == torch.float64) != (s_dtype == torch.float64) for p in params):
         return "float64 beside another dtype"
     y_dtype = norm.result_dtype(s_dtype, params, device, autocast)
@@ -382,7 +392,3 @@ def _shared_memory(device: torch.device) -> int:
 @functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-def _dense(t: Tensor | None) -> Tensor | None:
-    return t if t is None or t.is_contiguous() else t.contiguous()

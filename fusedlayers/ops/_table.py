@@ -60,8 +60,16 @@ def known(op: str, tensors: Sequence[Tensor | None], draws: bool = False) -> str
     infer, train = pair[0][bits], pair[1][bits]
     if infer is train or draws:
         return train
-    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return train if needed else infer
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return train
+    return infer
+
+
+def settled(op: str, x: Tensor) -> bool:
+    """Whether the table for the device of `x` was already looked up, so that `known` has said all there is."""
+    return (op, x.get_device()) in _entries
 
 
 def choose(op: str, tensors: Sequence[Tensor | None], preferred: str, draws: bool = False) -> str:

@@ -117,7 +117,7 @@ class _Call:
             residual = with_strides(residual, self.shape, plan.x_stride)
         y = torch.empty_like(x) if self.y_dtype is x.dtype else torch.empty_like(x, dtype=self.y_dtype)
         z = torch.empty_like(x, dtype=self.z_dtype) if keep_z else None
-        coef = x.new_empty((2, plan.count), dtype=self.dtype) if keep_coef else None
+        coef = x.new_empty(2, plan.count, dtype=self.dtype) if keep_coef else None
         if self.dtype == torch.float64:  # Triton passes Python floats as float32
             scale, shift = (t if isinstance(t, Tensor) else x.new_full((), t, dtype=self.dtype) for t in (scale, shift))
         run = self._launches.get((keep_z, keep_coef)) or self._prepare_forward(keep_z, keep_coef)
@@ -136,7 +136,7 @@ class _Call:
         else:
             sizes = (*plan.sizes, scale_a, shift_a)
         flags = (has_scale, has_shift, self.residual_dtype is not None, keep_z, keep_coef)
-        rest = (scale, shift, *sizes, triton_dtype(self.dtype), device_act.value(self.act))
+        rest = (scale, shift, *sizes, triton_dtype(self.dtype), device_act.value(self.act, self.y_dtype))
         rest += (*device_act.constants(self.act), *flags, *tile)
         entry = kernel.forward_col if plan.family == "col" else kernel.forward_row
         run = self._launches[keep_z, keep_coef] = load("launch").Launch(entry, grid, rest, warps)
@@ -156,19 +156,22 @@ class _Call:
             dres = torch.empty_like(g, dtype=self.residual_dtype)
         run, partials = self._launches.get((mask, needs)) or self._prepare_backward(mask, needs)
         if need_scale or need_shift:
-            partial = coef.new_empty((2, partials, plan.count))
-        run(g, x, kept, coef, dx, dres, partial)
-        if partial is not None:
-            sums = [self._sum_buffer(i, coef) if needs[1 + i] else None for i in range(2)]
-            load("reduce").finish(partial, *sums)
-            dscale, dshift = (None if t is None else self._shaped(i, t) for i, t in enumerate(sums))
+            partial = coef.new_empty(2, partials, plan.count)
+            dscale = self._sum_buffer(0, coef) if need_scale else None
+            dshift = self._sum_buffer(1, coef) if need_shift else None
+        run(g, x, kept, coef, dx, dres, partial, dscale, dshift)
+        if need_scale and not self.is_whole[0]:
+            dscale = self._shaped(0, dscale)
+        if need_shift and not self.is_whole[1]:
+            dshift = self._shaped(1, dshift)
         return dx, dscale, dshift, dres, None
 
     def _prepare_backward(self, mask: int, needs: tuple) -> Any:
         kernel, device_act, plan, act = load("affine"), load("activations"), self.plan, self.act
         need_dx, need_scale, need_shift, need_res = needs
         grid, tile, warps, per_block, blocks = _backward_tile(plan)
-        flags = (triton_dtype(self.dtype), device_act.value(act), device_act.gradient(act), device_act.from_output(act))
+        forms = device_act.value(act, self.y_dtype), device_act.gradient(act, self.y_dtype)
+        flags = (triton_dtype(self.dtype), *forms, device_act.from_output(act))
         flags += (*device_act.constants(act), mask, need_dx, need_res, need_scale, need_shift, *tile)
         if plan.family == "col":
             partials = blocks
@@ -177,9 +180,13 @@ class _Call:
             R, _, P = plan.sizes
             partials = R // P * blocks
             entry, sizes = kernel.backward_row, (*plan.sizes, per_block, blocks, partials)
-        run = load("launch").Launch(entry, grid, (*sizes, *flags), warps), partials
-        self._launches[mask, needs] = run
-        return run
+        # g, x, kept, coef, dx, dres, partial, dscale, dshift
+        steps = [(load("launch").Launch(entry, grid, (*sizes, *flags), warps), (0, 1, 2, 3, 4, 5, 6), False)]
+        if need_scale or need_shift:
+            dtypes = [self._sum_dtype(i) if need else None for i, need in enumerate((need_scale, need_shift))]
+            steps.append((load("reduce").finisher(partials, plan.count, self.dtype, *dtypes), (6, 7, 8), False))
+        self._launches[mask, needs] = prepared = load("launch").Chain(*steps), partials
+        return prepared
 
     def composite(
         self, x: Tensor | None, kept: Tensor | None, coef: Tensor, mask: int, needs: tuple,
@@ -219,10 +226,13 @@ class _Call:
         if not self.is_whole[i]:
             return coef.new_empty(self.plan.count)
         shape, dtype = self.coef_shapes[i], self.coef_dtypes[i]
-        return coef.new_empty(shape) if dtype is self.dtype else coef.new_empty(shape, dtype=dtype)
+        return coef.new_empty(*shape, dtype=dtype) if shape else coef.new_empty((), dtype=dtype)
+
+    def _sum_dtype(self, i: int) -> torch.dtype:
+        return self.coef_dtypes[i] if self.is_whole[i] else self.dtype
 
     def _shaped(self, i: int, flat: Tensor) -> Tensor:
-        return flat if self.is_whole[i] else self._reduced(i, self.plan.view(flat)).to(self.coef_dtypes[i])
+        return self._reduced(i, self.plan.view(flat)).to(self.coef_dtypes[i])
 
     def _reduced(self, i: int, full: Tensor) -> Tensor:
         """Sums the broadcast coefficients down to the shape coefficient i came in."""

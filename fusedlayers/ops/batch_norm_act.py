@@ -76,7 +76,7 @@ class _BatchNormAct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, g_z: Tensor | None, g_stats: Tensor | None) -> tuple[Tensor | None, ...]:
-        (*saved, _, _), call, needs = ctx.saved_tensors, ctx.call, ctx.needs_input_grad[:4]
+        saved, call, needs = ctx.saved_tensors[:4], ctx.call, ctx.needs_input_grad[:4]
         if torch.is_grad_enabled() or g_z is not None or g_stats is not None:
             return call.composite(*saved, needs, g, g_z, g_stats)
         if g is None:
@@ -118,23 +118,23 @@ class _Call:
         x = with_strides(x, shape, stride)
         if residual is not None:
             residual = with_strides(residual, shape, stride)
-        weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
+        weight = None if weight is None else weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
         y = torch.empty_like(x) if self.y_dtype is x.dtype else torch.empty_like(x, dtype=self.y_dtype)
         z = torch.empty_like(x, dtype=self.z_dtype) if keep and self.keeps_z else None
-        sums, combine, apply = self._launches.get(keep) or self._prepare_forward(keep)
-        t = self.forward_tiling
-        stats = x.new_empty((3, t.C), dtype=self.dtype) if keep or combine is not None else None
-        partial = None if sums is None else x.new_empty((2, t.chunks, t.C), dtype=self.dtype)
+        run, with_stats, chunks = self._launches.get(keep) or self._prepare_forward(keep)
+        # sizes one by one: torch reads them faster than a tuple
+        C, ct = self.forward_tiling.C, self.dtype
+        stats = x.new_empty(3, C, dtype=ct) if with_stats else None
+        partial = x.new_empty(2, chunks, C, dtype=ct) if chunks else None
         halves = _halves(momentum) if self.track else (0.0, 0.0)
-        if sums is not None:
-            sums(x, partial)
-        if combine is not None:
-            combine(x, partial, bias, running_mean, running_var, stats, numbers=halves)
-        apply(x, residual, weight, bias, running_mean, running_var, partial, stats, y, z, numbers=halves)
+        run(x, residual, weight, bias, running_mean, running_var, partial, stats, y, z, numbers=halves)
         return y, z, stats
 
-    def _prepare_forward(self, keep: bool) -> tuple[Any, Any, Any]:
-        kernel, device_act, Launch = load("batch_norm"), load("activations"), load("launch").Launch
+    def _prepare_forward(self, keep: bool) -> tuple[Any, bool, int]:
+        """The launches, whether they write the statistics, and chunks of partial sums, if any."""
+        kernel, device_act = load("batch_norm"), load("activations")
+        Chain, Launch = load("launch").Chain, load("launch").Launch
         t, ct, bias = self.forward_tiling, triton_dtype(self.dtype), self.bias_dtype is not None
         source = t.source if self.training else _RUNNING
         layout = (t.align, t.row, t.channels)
@@ -148,10 +148,14 @@ class _Call:
             combine = Launch(kernel.forward_combine, t.combine_grid, rest)
         flags = (self.weight_dtype is not None, bias, self.residual_dtype is not None)
         flags += (self.track and combine is None, keep and self.keeps_z, keep and combine is None)
-        rest = (*t.loops, t.span, ct, device_act.value(self.act), *device_act.constants(self.act), self.eps, source)
+        act = device_act.value(self.act, self.y_dtype), *device_act.constants(self.act)
+        rest = (*t.loops, t.span, ct, *act, self.eps, source)
         rest += (*flags, *layout, t.merge, *t.apply_tile, t.apply_full, t.apply_stages, *t.sum_tile, t.sum_full)
         apply = Launch(kernel.forward_apply, t.apply_grid, rest, t.apply_warps)
-        self._launches[keep] = prepared = (sums, combine, apply)
+        # x, residual, weight, bias, running_mean, running_var, partial, stats, y, z
+        steps = (sums, (0, 6), False), (combine, (0, 6, 3, 4, 5, 7), True), (apply, tuple(range(10)), True)
+        with_stats, chunks = keep or combine is not None, 0 if sums is None else t.chunks
+        self._launches[keep] = prepared = Chain(*steps), with_stats, chunks
         return prepared
 
     def backward(
@@ -162,37 +166,34 @@ class _Call:
         g, x = with_strides(g, shape, stride), with_strides(x, shape, stride)
         weight = None if weight is None else weight.contiguous()
         dx = torch.empty_like(x) if need_dx else None
-        dweight = stats.new_empty(t.C, dtype=self.weight_dtype) if need_dweight else None
-        dbias = stats.new_empty(t.C, dtype=self.bias_dtype) if need_dbias else None
+        C = t.C
+        dweight = torch.empty_like(weight) if need_dweight else None
+        dbias = stats.new_empty(C, dtype=self.bias_dtype) if need_dbias else None
         dres = written = None
         if need_dres:
             if self.mask == _NOTHING:
                 dres = g.to(self.residual_dtype)
             else:
                 dres = written = torch.empty_like(g, dtype=self.residual_dtype)
-        sums, combine, apply = self._launches.get(needs) or self._prepare_backward(needs)
-        partial = None if sums is None else stats.new_empty((2, t.chunks, t.C))
-        total = None if combine is None or apply is None else stats.new_empty((2, t.C))
-        if sums is not None:
-            sums(g, x, kept, weight, stats, written, None if apply else dx, partial)
-        if combine is not None:
-            combine(partial, stats, total, dweight, dbias)
-        if apply is not None:
-            if sums is not None and self._rereads_dz(need_dres):
-                g = written
-            apply(g, x, kept, weight, stats, partial if total is None else total, dx, written, dweight, dbias)
+        run, chunks, totals = self._launches.get(needs) or self._prepare_backward(needs)
+        partial = stats.new_empty(2, chunks, C) if chunks else None
+        total = stats.new_empty(2, C) if totals else None
+        run(g, x, kept, weight, stats, written, dx, partial, total, dweight, dbias, None)
         return dx, dweight, dbias, dres, None, None, None, None
 
     def _rereads_dz(self, need_dres: bool) -> bool:
         """Whether the second pass reads the masked gradient the first one wrote: unless that rounded it."""
         return need_dres and self.mask != _NOTHING and self.residual_dtype in (self.y_dtype, self.dtype)
 
-    def _prepare_backward(self, needs: tuple) -> tuple[Any, Any, Any]:
-        kernel, device_act, Launch = load("batch_norm"), load("activations"), load("launch").Launch
+    def _prepare_backward(self, needs: tuple) -> tuple[Any, int, bool]:
+        """The launches, chunks of partial sums, if any, and whether those are combined for the last launch."""
+        kernel, device_act = load("batch_norm"), load("activations")
+        Chain, Launch = load("launch").Chain, load("launch").Launch
         need_dx, need_dweight, need_dbias, need_dres = needs
         t, act, mask = self.backward_tiling, self.act, self.mask
         layout, weight = (t.align, t.row, t.channels), self.weight_dtype is not None
-        flags = (triton_dtype(self.dtype), device_act.value(act), device_act.gradient(act), device_act.from_output(act))
+        forms = device_act.value(act, self.y_dtype), device_act.gradient(act, self.y_dtype)
+        flags = (triton_dtype(self.dtype), *forms, device_act.from_output(act))
         flags += device_act.constants(act)
         two_passes, writes = need_dx and self.training, need_dres and mask != _NOTHING
         source = t.source if two_passes else _SAVED
@@ -211,7 +212,15 @@ class _Call:
             rest += (need_dweight and combine is None, need_dbias and combine is None)
             rest += (*layout, t.merge, *t.apply_tile, t.apply_full, t.apply_stages, *t.sum_tile, t.sum_full)
             apply = Launch(kernel.backward_apply, t.apply_grid, rest, t.apply_warps)
-        self._launches[needs] = prepared = (sums, combine, apply)
+        # g, x, kept, weight, stats, written, dx, partial, total, dweight, dbias, None
+        totals = combine is not None and apply is not None
+        gradient = 5 if sums is not None and self._rereads_dz(need_dres) else 0
+        steps = (
+            (sums, (0, 1, 2, 3, 4, 5, 6 if apply is None else 11, 7), False),
+            (combine, (7, 4, 8, 9, 10), False),
+            (apply, (gradient, 1, 2, 3, 4, 8 if totals else 7, 6, 5, 9, 10), False),
+        )
+        self._launches[needs] = prepared = Chain(*steps), 0 if sums is None else t.chunks, totals
         return prepared
 
     def composite(
@@ -268,21 +277,23 @@ def _prepare(
             return "running statistics require a gradient"
         if training and not isinstance(momentum, (int, float)):
             return "momentum is not a number"
-    vectors = tuple(None if t is None else (t.dtype, t.shape) for t in (weight, bias, running_mean, running_var))
-    if running_mean is not None and running_var is not None:
-        if not (running_mean.is_contiguous() and running_var.is_contiguous()):
+        if running_var is not None and not (running_mean.is_contiguous() and running_var.is_contiguous()):
             return "running statistics are strided"
-    fp32 = act.spec.autocast_fp32 and torch.is_autocast_enabled(x.device.type)
+    device = x.device
+    fp32 = act.spec.autocast_fp32 and torch.is_autocast_enabled(device.type)
     return _cached_call(
         act, bool(training), eps, x.shape, x.stride(), x.dtype, None if residual is None else residual.dtype,
-        vectors, fp32 and x.device.type, x.device,
+        None if weight is None else (weight.dtype, weight.shape), None if bias is None else (bias.dtype, bias.shape),
+        None if running_mean is None else (running_mean.dtype, running_mean.shape),
+        None if running_var is None else (running_var.dtype, running_var.shape), fp32 and device.type, device,
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
 def _cached_call(
     act: Activation, training: bool, eps: float, shape: Any, stride: Any, dtype: torch.dtype,
-    residual_dtype: torch.dtype | None, vectors: tuple, autocast_device: str | None, device: torch.device,
+    residual_dtype: torch.dtype | None, weight: tuple | None, bias: tuple | None, mean: tuple | None,
+    var: tuple | None, autocast_device: str | None, device: torch.device,
 ) -> _Call | str:  # fmt: skip
     if len(shape) < 2:
         return "x has no channel dim"
@@ -291,12 +302,12 @@ def _cached_call(
     C, count = shape[1], shape.numel()
     if training and count == C:
         return "one value per channel"
+    vectors = weight, bias, mean, var
     if any(v is not None and v[1] != (C,) for v in vectors):
         return "a parameter or statistic is not one value per channel"
     present = {v[0] for v in vectors if v is not None}
     if len(present) > 1 or not present <= {dtype, compute_dtype(dtype)}:
         return "parameters and statistics mix dtypes"
-    weight, bias, mean, var = vectors
     if (mean is None) != (var is None) or (mean is None and not training):
         return "running statistics are missing"
     if not load("activations").supports(act):

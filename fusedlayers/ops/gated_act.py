@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -86,12 +86,11 @@ class _GatedAct(torch.autograd.Function):
         needs = ctx.needs_input_grad[:2]
         if not torch.is_grad_enabled():
             try:
-                grads = [
-                    torch.empty_strided(g.shape, ctx.plan.grad_stride, dtype=dtype, device=g.device) if need else None
-                    for need, dtype in zip(needs, ctx.dtypes, strict=True)
-                ]
-                ctx.plan.backward(g, gate, up, *grads)
-                return *grads, None
+                plan, (dgate, dup) = ctx.plan, ctx.dtypes
+                dgate = plan.grad(g, dgate) if needs[0] else None
+                dup = plan.grad(g, dup) if needs[1] else None
+                plan.backward(g, gate, up, dgate, dup)
+                return dgate, dup, None
             except KernelError as error:
                 _route.failed(OP, error)
         return *composite(g, gate, up, ctx.plan.act, needs, ctx.dtypes), None
@@ -160,19 +159,34 @@ class Plan:
     row_strides: tuple[int, int, int, int]
     copies: bool
     grad_stride: Shape
+    launches: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         y = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=gate.device)
         gate, up = self._operands(gate, up)
-        forward_launch(self.M, self.N, *self.row_strides[:2], gate.dtype, up.dtype, self.dtype, self.act)(gate, up, y)
+        key = gate.dtype, up.dtype
+        run = self.launches.get(key)
+        if run is None:
+            run = forward_launch(self.M, self.N, *self.row_strides[:2], *key, self.dtype, self.act)
+            self.launches[key] = run
+        run(gate, up, y)
         return y
+
+    def grad(self, g: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(self.shape, self.grad_stride, dtype=dtype, device=g.device)
 
     def backward(self, g: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor | None, dup: Tensor | None) -> None:
         """Writes the gradients that are not `None`."""
         g = with_strides(g, self.shape, self.stride)
         gate, up = self._operands(gate, up)
-        dtypes = tuple(None if t is None else t.dtype for t in (g, gate, up, dgate, dup, None))
-        run, _ = backward_launch(self.M, self.N, self.row_strides, dtypes, self.ct, self.act, False)
+        key = (
+            g.dtype, gate.dtype, None if up is None else up.dtype, None if dgate is None else dgate.dtype,
+            None if dup is None else dup.dtype, None,
+        )  # fmt: skip
+        run = self.launches.get(key)
+        if run is None:
+            run, _ = backward_launch(self.M, self.N, self.row_strides, key, self.ct, self.act, False)
+            self.launches[key] = run
         run(g, gate, up, dgate, dup, None, None)
 
     def _operands(self, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:

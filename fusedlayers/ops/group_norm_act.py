@@ -170,7 +170,7 @@ class _Call:
         if t.resident is not None:
             first(x, weight, bias, stats, y)
             return y, stats
-        partial = x.new_empty((3, t.chunks, sizes.E), dtype=self.dtype)
+        partial = x.new_empty(3, t.chunks, sizes.E, dtype=self.dtype)
         combine, apply = rest
         first(x, partial)
         combine(partial, bias, stats)
@@ -181,7 +181,7 @@ class _Call:
         kernel, device_act, Launch = load("group_norm"), load("activations"), load("launch").Launch
         s, t, ct = self.sizes, self.tiles, triton_dtype(self.dtype)
         weight, bias = self.weight_dtype is not None, self.bias_dtype is not None
-        act = (device_act.value(self.act), *device_act.constants(self.act))
+        act = (device_act.value(self.act, self.y_dtype), *device_act.constants(self.act))
         loops = (s.E, s.C, s.S // s.align)
         if t.resident is not None:
             rest = (*loops, s.D, ct, *act, self.eps, weight, bias, keep, s.align, *t.resident)
@@ -213,14 +213,14 @@ class _Call:
         chunks = t.chunks if t.resident is None else 1
         partial = None
         if need_dweight or need_dbias or t.resident is None:
-            partial = stats.new_empty((2, chunks, sizes.E))
+            partial = stats.new_empty(2, chunks, sizes.E)
         first, *rest = self._launches.get(needs) or self._prepare_backward(needs)
         if t.resident is not None:
             first(g, x, weight, stats, dx, partial)
         else:
             first(g, x, weight, stats, partial)
             if need_dx:
-                sums = stats.new_empty((2, sizes.groups))
+                sums = stats.new_empty(2, sizes.groups)
                 combine, apply = rest
                 combine(partial, weight, sums)
                 apply(g, x, weight, stats, sums, dx)
@@ -233,7 +233,8 @@ class _Call:
         need_dx, need_dweight, need_dbias = needs
         s, t, act, weight = self.sizes, self.tiles, self.act, self.weight_dtype is not None
         loops, ct = (s.E, s.C, s.S // s.align), triton_dtype(self.dtype)
-        flags = (ct, device_act.value(act), device_act.gradient(act), device_act.from_output(act))
+        forms = device_act.value(act, self.y_dtype), device_act.gradient(act, self.y_dtype)
+        flags = (ct, *forms, device_act.from_output(act))
         flags += (*device_act.constants(act), self.mask, weight)
         if t.resident is not None:
             rest = (*loops, s.D, *flags, need_dx, need_dweight or need_dbias, s.align, *t.resident)

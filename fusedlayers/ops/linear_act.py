@@ -55,17 +55,14 @@ class Plan:
     act: Activation
 
 
-_PAYS = frozenset({"relu", "gelu", "gelu_tanh"})
-
-
 def auto(plan: Plan) -> str:
     """The route where none is forced. The vendor's products are as fast as any here; what is fused is what follows.
 
-    ReLU rides in the library's epilogue, nearly free. GELU costs one pass, as it would in a plain kernel's epilogue,
-    which hides no arithmetic: eager's time on an H200, with a quarter less memory. The others stay with eager: SiLU
-    was measured slower (`benchmarks/results`), and with nothing to follow eager is already one call.
+    ReLU rides in the library's epilogue, nearly free. The others cost one pass forward, as in a plain kernel's
+    epilogue, which hides no arithmetic; backward, one pass gives the gradient of activation and bias together. With
+    nothing to follow eager is already one call.
     """
-    return "library" if plan.act.name in _PAYS else "reference"
+    return "reference" if plan.act.name == "identity" else "library"
 
 
 class _LinearAct(torch.autograd.Function):
@@ -116,7 +113,7 @@ def forward(
         if x.dim() == 2:
             return torch._addmm_activation(bias, x, weight.t(), use_gelu=gelu), None
         # into y, which is then no view, so that a user may edit it in place where eager's may be
-        y = torch.empty((*x.shape[:-1], plan.N), dtype=x.dtype, device=x.device)
+        y = x.new_empty(*x.shape[:-1], plan.N)
         torch._addmm_activation(bias, _gemm.rows(x), weight.t(), use_gelu=gelu, out=_gemm.rows(y))
         return y, None
     z = _gemm.linear(x, weight, bias)

@@ -157,6 +157,7 @@ class _Call:
         self.compute = compute_dtype(self.dtype)
         self.scale_shape, self.scale_dtype = (scale[0], scale[2]) if isinstance(scale, tuple) else (None, None)
         self.number = None if isinstance(scale, tuple) else scale
+        self.plain_scale = self.scale_shape == (loops.coefs.count,)  # whose gradient needs no view
         self._launches: dict[Any, Any] = {}
 
     def forward(self, x: Tensor, residual: Tensor, scale: Scale, path: Tensor | None, rng: Rng | None) -> Tensor:
@@ -210,18 +211,21 @@ class _Call:
             found = self._prepare_backward(need_x, scale is not None, rng_pointers[0] is not None)
         run, partials = found
         count, view = self.loops.coefs.count, self.loops.coefs.view
-        partial = g.new_empty((1, partials, count), dtype=self.compute)
-        run(g, x, scale, path, *rng_pointers, dx, partial, numbers=_dropout.numbers(rng))
+        partial = g.new_empty(1, partials, count, dtype=self.compute)
         dscale = g.new_empty(count, dtype=self.scale_dtype)
-        load("reduce").finish(partial, dscale, None)
-        return dx, view(dscale).reshape(self.scale_shape)
+        run(g, x, scale, path, *rng_pointers, dx, partial, dscale, None, numbers=_dropout.numbers(rng))
+        return dx, dscale if self.plain_scale else view(dscale).reshape(self.scale_shape)
 
     def _prepare_backward(self, need_x: bool, has_scale: bool, in_memory: bool) -> Any:
         loops = self.loops
         grid, tile, warps, per_block, blocks = _backward_tile(loops)
         rest = (*self._rest(has_scale, need_x, in_memory, (per_block, blocks)), *tile)
         run = load("launch").Launch(load("residual").backward, grid, rest, warps)
-        found = self._launches[need_x] = run, blocks if loops.col else loops.T // loops.P * blocks
+        partials = blocks if loops.col else loops.T // loops.P * blocks
+        finish = load("reduce").finisher(partials, loops.coefs.count, self.compute, self.scale_dtype, None)
+        # g, x, scale, path, seed, offset, dx, partial, dscale, None
+        steps = (run, (0, 1, 2, 3, 4, 5, 6, 7), True), (finish, (7, 8, 9), False)
+        found = self._launches[need_x] = load("launch").Chain(*steps), partials
         return found
 
     def composite(
