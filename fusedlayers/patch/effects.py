@@ -64,7 +64,7 @@ def child(root: nn.Module, target: str) -> nn.Module | None:
 def is_fresh(node: Node, root: nn.Module) -> bool:
     """Whether the value is surely a new tensor that nothing else holds."""
     if node.meta.get("fused"):
-        return True
+        return not node.meta.get("views")
     if node.op == "call_module":
         module = child(root, node.target)
         if module is not None and _name(module) in (*_QUIET_NAMES, *_PROJECTIONS):

@@ -214,7 +214,8 @@ def _settle(found: Iterable[Found]) -> list[Found]:
     rank = {"fused": 2, "reduced": 1, "skipped": 0}
     best: dict[tuple[object, ...], Found] = {}
     for f in found:
-        key = (f.members, f.index, f.rule if f.status == "skipped" and not f.rule else "")
+        # an activation or add that the forward writes itself has no member to be known by
+        key = (f.members, f.index, not f.rule and f.members == ((),))
         if key not in best or rank[f.status] > rank[best[key].status]:
             best[key] = f
     return list(best.values())

@@ -79,6 +79,7 @@ class Rule:
             outermost element's value, returned as it is.
         priority: higher is tried first. Larger patterns need a higher one than the parts they contain.
         random: the pattern draws random numbers, so nothing that may draw is allowed to run in its middle.
+        views: the fused op returns views of its inputs, as what it replaces does; otherwise it must return new tensors.
     """
 
     name: str = ""
@@ -89,6 +90,7 @@ class Rule:
     outputs: tuple[str, ...] = ()
     priority: int = 0
     random: bool = False
+    views: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

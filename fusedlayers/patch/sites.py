@@ -155,12 +155,11 @@ class Sites:
         before = min([root.next, *readers], key=lambda n: order.get(n, len(order)))
         with self.graph.inserting_before(before):
             fused = self.graph.create_node("call_function", made.op, made.args, made.kwargs)
-            fused.meta["fused"] = rule.name
             results = [fused]
             if rule.outputs:
                 results = [self.graph.call_function(operator.getitem, (fused, i)) for i in range(len(outputs))]
-                for result in results:
-                    result.meta["fused"] = rule.name
+            for result in (fused, *results):
+                result.meta.update(fused=rule.name, views=rule.views)
         for old, new in zip(outputs, results, strict=True):
             old.replace_all_uses_with(new)
         for node in sorted(nodes, key=lambda n: -order[n]):

@@ -39,7 +39,7 @@ LAYERS = {
     "act": lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 5)),
 }
 
-
+SPLIT = ".reshape(4, {}, 2, 1, 5).permute(2, 0, 3, 1, 4).unbind(0)"
 CHAINS = (
     "{v} = self.relu_(self.bn1({u}) + {w})",
     "{v} = self.bn2({u}); {v} += {w}; {v} = F.relu({v})",
@@ -53,6 +53,8 @@ CHAINS = (
     "{v} = self.silu_(self.gn({u}))",
     "{v} = {u} * (1 + {w}) + {w}",
     "{t} = self.fc1({u}); {v} = self.relu_({t}) * {w}",
+    "q, k = torch.cat([{u}, {w}], -1)" + SPLIT.format(6) + "; {t} = q.squeeze(1); {v} = k.squeeze(1)",
+    "q, k = {u}" + SPLIT.format(3) + "; k = k * 2; {u} += {w}; {v} = torch.cat([q, k], 3).view(4, 6, 5)",
 )
 
 

@@ -16,6 +16,7 @@ from . import (  # noqa: F401
     mlp,
     residual,
     rms_forms,
+    split_heads,
     t5,
     timm_norms,
     transformer,
