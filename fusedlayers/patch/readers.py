@@ -46,7 +46,14 @@ _LAYOUT_FUNCTIONS = {getattr(torch, name) for name in _LAYOUT if hasattr(torch, 
 
 
 class Unfit(Exception):
-    """Something reads the value that is not known to cast it; the message says what."""
+    """Something reads the value that is not known to cast it; the message says what.
+
+    `telling`: it might, but its code says too little.
+    """
+
+    def __init__(self, reason: str, telling: bool = False):
+        super().__init__(reason)
+        self.telling = telling
 
 
 @dataclass(frozen=True)
@@ -72,14 +79,6 @@ def readers(node: Node, module: nn.Module, gated: Pattern) -> Readers:
     walk = _Walk(gated)
     products = walk.follow(node, module, ())
     return Readers(products, walk.check(), tuple(dict.fromkeys(walk.blocked)))
-
-
-_traces: weakref.WeakKeyDictionary[nn.Module, list[Trace]] = weakref.WeakKeyDictionary()
-
-
-def forget() -> None:
-    """Drops traces of child modules kept from one site to the next; modules may have changed since."""
-    _traces.clear()
 
 
 class _Walk:
@@ -171,14 +170,12 @@ class _Walk:
             self.pending.discard(id(child))
 
     def _inside(self, child: nn.Module, path: Path, function: Any, argument: str) -> int:
-        traces = _traces.get(child)
-        if traces is None:
-            traces = _traces[child] = trace.traces(child, original_class(child))
+        traces = trace.looked_at(child, original_class(child))
         refused = next((t.refused for t in traces if t.graph is None), None)
         if refused is not None:
             names = called_with(function, argument)
             if names is None:
-                raise Unfit(f"{'.'.join(path)}: {refused}")
+                raise Unfit(f"{'.'.join(path)} reads it, whose {refused}", telling=len(path) == 1)
             return sum(self._by_code(child, path, name) for name in names)
         most = 0
         for traced in traces:

@@ -43,7 +43,7 @@ def rewrite(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Allow) -
     Where a Sequential that ends in a norm or a dropout feeds an add or an activation, what closes the Sequential and
     what follows it belong together: then its children are leaves of this forward too, if that fuses more.
     """
-    traced = trace.traces(module, cls)
+    traced = trace.taken(module, cls)
     tails = {path for t in traced if t.graph is not None for path in _open_tails(t.graph, module)}
     found = _rewrite(module, cls, rules, allow, traced)
     if tails:

@@ -13,6 +13,7 @@ import inspect
 import operator
 import sys
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -298,6 +299,28 @@ class _Tracer(TracerBase):
 def _is_torch(function: types.FunctionType) -> bool:
     module = function.__module__ or ""
     return module == "torch" or module.startswith("torch.")
+
+
+_kept: weakref.WeakKeyDictionary[nn.Module, list[Trace]] = weakref.WeakKeyDictionary()
+
+
+def looked_at(module: nn.Module, cls: type) -> list[Trace]:
+    """`traces`, to be looked at only: kept for whoever asks next, until `taken` or `forget`."""
+    found = _kept.get(module)
+    if found is None:
+        found = _kept[module] = traces(module, cls)
+    return found
+
+
+def taken(module: nn.Module, cls: type) -> list[Trace]:
+    """`traces`, to be rewritten: those kept, if there are any, and no longer kept."""
+    found = _kept.pop(module, None)
+    return traces(module, cls) if found is None else found
+
+
+def forget() -> None:
+    """Drops what is kept: modules may change from one patching to the next."""
+    _kept.clear()
 
 
 def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[Trace]:

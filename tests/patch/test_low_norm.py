@@ -263,6 +263,19 @@ def test_a_child_that_does_something_else_with_it(name):
     assert "norm_for_product" not in rules(found)
 
 
+def test_several_products_and_a_forward_that_says_too_little_are_named():
+    def tuple_of(self, x):
+        return self.fc(x[(*x.shape[:0], 0)])
+
+    for forward, reason in (
+        (REFUSED["two products"], "2 products read it, whose gradients autocast adds up in float32"),
+        (tuple_of, "reader reads it, whose forward iterates over a value"),
+        (REFUSED["residual"], None),
+    ):
+        report = fl.explain(patched(model(block(forward, fc=linear()))))
+        assert [r.reason for r in report.skipped if r.rule == "norm_for_product"] == [reason] * (reason is not None)
+
+
 def test_a_child_called_in_its_own_way():
     assert "norm_for_product" not in rules(patched(model(Forgetful())))
 

@@ -360,3 +360,55 @@ def test_the_kernel_of_an_add_and_activation_keeps_the_sign_of_zero():
     residual = torch.tensor([-0.0, -0.0, 0.0, 0.0])
     got = reference(zeros, 1.0, -0.0, fl.Activation("identity"), None, residual)
     assert torch.equal(got.signbit(), (zeros + residual).signbit())
+
+
+# which norms of the networks people have are written low
+
+
+def _timm(name, **options):
+    timm = pytest.importorskip("timm")
+    return timm.create_model(name, pretrained=False, num_classes=5, **options), {"x": torch.randn(2, 3, 32, 32)}
+
+
+def _transformers(name, config, **options):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 24, "num_attention_heads": 2, "intermediate_size": 48, "num_hidden_layers": 2}
+    made = getattr(transformers, config)(**({**sizes, "vocab_size": 40, "use_cache": False} | options))
+    return getattr(transformers, name)(made).eval(), {"input_ids": torch.arange(14).view(2, 7)}
+
+
+def _mixer():
+    mixer = pytest.importorskip("timm.models.mlp_mixer").MlpMixer
+    return mixer(img_size=32, num_blocks=2, embed_dim=16, num_classes=5), {"x": torch.randn(2, 3, 32, 32)}
+
+
+_GPT2 = {"n_embd": 24, "n_head": 2, "n_layer": 2}
+_LOW = {  # norms in all, and those that are written in the product's dtype
+    "vit": (lambda: _timm("vit_tiny_patch16_224", img_size=32, depth=2), 5, 5),
+    "mixer": (_mixer, 5, 4),
+    "convnext": (lambda: _timm("convnext_atto", depths=(1, 1, 1, 1)), 9, 7),
+    "convnext of linears": (lambda: _timm("convnext_tiny", depths=(1, 1, 1, 1), dims=(8, 8, 8, 8)), 9, 7),
+    "gpt2": (lambda: _transformers("GPT2Model", "GPT2Config", **_GPT2), 5, 4),
+    "llama": (lambda: _transformers("LlamaModel", "LlamaConfig"), 5, 2),
+    "phi3": (lambda: _transformers("Phi3Model", "Phi3Config", pad_token_id=0), 5, 4),
+    "bert": (lambda: _transformers("BertModel", "BertConfig"), 5, 0),
+}
+
+
+@pytest.mark.parametrize("name", _LOW)
+def test_norms_whose_product_lies_in_a_child(name, monkeypatch):
+    from fusedlayers.patch.rules import low_norm
+
+    make, norms, low = _LOW[name]
+    original, inputs = make()
+    patched = fl.patch_model(copy.deepcopy(original), on_fallback="raise")
+    sites = [r for r in fl.explain(patched).fused if r.rule.endswith("_for_product")]
+    assert len(sites) == low, str(fl.explain(patched))
+    assert sum("Norm" in type(m).__name__ for m in patched.modules() if not m._modules) == norms
+    given, real = [], low_norm._product_dtype
+    monkeypatch.setattr(low_norm, "_product_dtype", lambda *args: given.append(real(*args)) or given[-1])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, want = (step(m, inputs) for m in (patched, original))
+    assert given == [torch.bfloat16] * low
+    # rounded once, as before: the same bits, but for a gated MLP, which adds up its two gradients in another dtype
+    assert_alike(got, want, 0.02 if name == "llama" else 0.0)

@@ -95,20 +95,21 @@ def _rms_norm_in(out_dtype: torch.dtype, *args: Any, **settings: Any) -> Any:
     return rms_norm(*args, **{**settings, "out_dtype": out_dtype})
 
 
-def _readers(m: Match) -> Readers | None:
-    """What reads the norm, if it is one product behind whatever lies between."""
-    try:
-        found = readers(dict(m.state.nodes)["norm"], m.module, GatedMlp.pattern)
-    except Unfit:
-        return None
-    return found if found.products == 1 else None
+def _readers(m: Match) -> Readers:
+    return readers(dict(m.state.nodes)["norm"], m.module, GatedMlp.pattern)
 
 
 def _objection(m: Match) -> str | None:
-    found = _readers(m)
-    if found is None:
-        return NO_MATCH
-    return found.blocked[0] if found.blocked else None
+    """What is wrong with the readers, where they are products, or may be."""
+    try:
+        found = _readers(m)
+    except Unfit as unfit:
+        return str(unfit) if unfit.telling else NO_MATCH
+    if found.blocked:
+        return found.blocked[0]
+    if found.products > 1:
+        return f"{found.products} products read it, whose gradients autocast adds up in float32"
+    return None if found.products else NO_MATCH
 
 
 class _ForProduct(Rule):
