@@ -122,12 +122,20 @@ def report(model: nn.Module, planned: Sequence[Planned]) -> PatchReport:
     made.precision = str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
     made.dropouts = sum("drop" in type(m).__name__.lower() for m in model.modules())
     made.failures = dict(_route.failures)
+    called: list[Record] = []  # what is said of a layer in its container's place
+
+    def add(name: str, found: Found, overruled: str | None = None) -> None:
+        said = record(name, found, overruled)
+        made.add(said)
+        if found.kind and found.members != ((),):
+            called.append(said)
+
     by_module = {id(p.module): p for p in planned}
     for name, module in model.named_modules():
         if is_patched(module):
             info = vars(type(module))[MARK]
             for found in info.found:
-                made.add(record(name, found))
+                add(name, found)
             made.counts += info.counts
             site = module.__dict__.get(STATE)
             if site is not None and site.fallbacks:
@@ -137,18 +145,18 @@ def report(model: nn.Module, planned: Sequence[Planned]) -> PatchReport:
             counts = rewritten.counts
             for found in rewritten.found:
                 left_out = found.status != "skipped" and made.patched
-                made.add(record(name, found, "left out when the model was patched" if left_out else None))
+                add(name, found, "left out when the model was patched" if left_out else None)
             if made.patched:
                 counts.fused = dict.fromkeys(counts.fused, 0)
             made.counts += counts
-    _drop_leaf_doubles(made)
+    _drop_leaf_doubles(made, called)
     return made
 
 
-def _drop_leaf_doubles(made: PatchReport) -> None:
+def _drop_leaf_doubles(made: PatchReport, called: Sequence[Record]) -> None:
     """A module replaced as a whole is no longer "with nothing to fuse it with" in its container."""
     fused = {r.modules[0] for r in made.fused}
-    doubled = [r for r in made.skipped if r.kind and r.modules[0] and r.modules[0] in fused and len(r.modules) == 1]
+    doubled = [r for r in called if r.modules[0] in fused and len(r.modules) == 1]
     made.skipped = [r for r in made.skipped if r not in doubled]
     for r in doubled:
         made.counts.fused[r.kind] += 1
