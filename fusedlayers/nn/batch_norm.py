@@ -8,6 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import activations
 from .. import functional as FF
+from ._children import stored
 
 
 class _FusedBatchNormAct(_BatchNorm):
@@ -36,24 +37,19 @@ class _FusedBatchNormAct(_BatchNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         self._check_input_dim(input)
-        momentum = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:  # a cumulative average
-                momentum = 1.0 / float(self.num_batches_tracked)
-        tracked = not self.training or self.track_running_stats
-        return FF.batch_norm_act(
-            input,
-            self.running_mean if tracked else None,
-            self.running_var if tracked else None,
-            self.weight,
-            self.bias,
-            self.training or (self.running_mean is None and self.running_var is None),
-            momentum,
-            self.eps,
-            self.activation,
-            residual,
+        training, track, momentum = self.training, self.track_running_stats, self.momentum
+        weight, bias, mean, var, count = stored(
+            self, "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
         )
+        if training and track and count is not None:
+            count.add_(1)
+            if momentum is None:  # a cumulative average
+                momentum = 1.0 / float(count)
+        batch = training or (mean is None and var is None)
+        if training and not track:
+            mean = var = None
+        momentum = 0.0 if momentum is None else momentum
+        return FF.batch_norm_act(input, mean, var, weight, bias, batch, momentum, self.eps, self.activation, residual)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .. import activations
 from .. import functional as FF
+from ._children import stored
 
 
 class FusedLinear(nn.Linear):
@@ -36,7 +37,8 @@ class FusedLinear(nn.Linear):
         self.activation = known
 
     def forward(self, input: Tensor) -> Tensor:
-        return FF.linear_act(input, self.weight, self.bias, self.activation)
+        weight, bias = stored(self, "weight", "bias")
+        return FF.linear_act(input, weight, bias, self.activation)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"

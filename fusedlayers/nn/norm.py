@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from .. import functional as FF
+from ._children import stored
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -18,7 +19,8 @@ class FusedLayerNorm(nn.LayerNorm):
     """
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        return FF.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, residual)
+        weight, bias = stored(self, "weight", "bias")
+        return FF.layer_norm(input, self.normalized_shape, weight, bias, self.eps, residual)
 
 
 class FusedRMSNorm(nn.RMSNorm):

@@ -19,7 +19,8 @@ TIMM = "timm.layers.norm_act.BatchNormAct2d"
 
 
 def timm_norm_act(bn: Any, x: Tensor, activation: Activation | None, residual: Tensor | None = None) -> Tensor:
-    torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
+    if x.ndim != 4:
+        torch._assert(False, f"expected 4D input (got {x.ndim}D input)")
     return batch_norm_act(bn, x, activation, residual)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ... import functional as fused
+from ...nn._children import stored
 from .. import effects
 from ..pattern import add, leaf, through, value
 from ..rule import Call, Match, Rule, register_rule
@@ -18,7 +19,8 @@ NORMS = (*LAYER_NORMS, *RMS_NORMS)
 
 def norm(layer: Any, x: Tensor) -> Tensor:
     if isinstance(layer, nn.LayerNorm):
-        return fused.layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+        weight, bias = stored(layer, "weight", "bias")
+        return fused.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
     return fused.rms_norm(x, layer.normalized_shape, layer.weight, layer.eps)
 
 
@@ -28,7 +30,8 @@ def add_norm(layer: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         total = x + residual
         return norm(layer, total), total
     if isinstance(layer, nn.LayerNorm):
-        return fused.layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps, residual)
+        weight, bias = stored(layer, "weight", "bias")
+        return fused.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps, residual)
     return fused.rms_norm(x, layer.normalized_shape, layer.weight, layer.eps, residual)
 
 

@@ -6,12 +6,14 @@ from torch import Tensor, nn
 
 from ... import functional as fused
 from ...activations import Activation
+from ...nn._children import stored
 from ..pattern import act, leaf, value
 from ..rule import Call, Match, Rule, register_rule
 
 
 def linear_act(fc: nn.Linear, activation: Activation, x: Tensor) -> Tensor:
-    return fused.linear_act(x, fc.weight, fc.bias, activation)
+    weight, bias = stored(fc, "weight", "bias")
+    return fused.linear_act(x, weight, bias, activation)
 
 
 @register_rule
