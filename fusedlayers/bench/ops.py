@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import functional
 from ..activations import get
+from ..ops.split_heads import split_heads as split_heads_op
 from .peers import DTYPES, Case
 
 Make = Callable[[torch.device], tuple]
@@ -197,6 +198,19 @@ def scale_residual(rows: int, cols: int, dtype: str, scale: bool = True, dropout
     )
 
 
+def split_heads(batch: int, tokens: int, heads: int, width: int, dtype: str) -> Case:
+    """Forward makes views; backward writes the gradients of q, k and v into one."""
+    dt, sizes = DTYPES[dtype], (batch, tokens, 3, heads, width)
+    unit = 3 * batch * tokens * heads * width * dt.itemsize
+    return Case(
+        f"split_heads/-/{batch}x{tokens}x{heads}x{width}/{dtype}",
+        lambda d: (rand(d, dt, batch, tokens, 3 * heads * width),),
+        lambda x: split_heads_op(x, *sizes),
+        lambda x: x.reshape(sizes).permute(2, 0, 3, 1, 4).unbind(0),
+        moved=(0, 2 * unit),
+    )
+
+
 def key_cases() -> list[Case]:
     """The sizes that DESIGN and the issues name."""
     rows = 65536
@@ -220,6 +234,7 @@ def key_cases() -> list[Case]:
         scale_residual(rows, 768, "bf16"),
         scale_residual(rows, 768, "bf16", scale=False, dropout=0.1),
         scale_residual(rows, 768, "bf16", scale=True, dropout=0.1),
+        split_heads(128, 197, 12, 64, "bf16"),
     ]
 
 
@@ -259,6 +274,7 @@ def small_cases() -> list[Case]:
         batch_norm_act(2, 4, 3, "fp32", residual=True),
         group_norm_act(2, 32, 2, "fp32", groups=8),
         scale_residual(8, 16, "fp32"),
+        split_heads(2, 3, 2, 4, "fp32"),
     ]
 
 
