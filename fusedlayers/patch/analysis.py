@@ -31,8 +31,12 @@ class Planned:
 
 def one(module: nn.Module, rules: Sequence[Rule], allow: Allow) -> Rewritten | None:
     """What the rules make of one module; None for a bare layer that no rule names or a module without a forward."""
-    if _foreign(module):
+    if isinstance(module, torch.jit.ScriptModule):
         return None
+    if isinstance(module, torch.fx.GraphModule):
+        return rewrite.left_alone(module, "its container is a GraphModule, whose forward is its own")
+    if "forward" in module.__dict__ and module._modules:
+        return rewrite.left_alone(module, "its container has a forward of its own")
     cls = original_class(module)
     if cls.forward is nn.Module.forward:
         return None
@@ -45,11 +49,6 @@ def one(module: nn.Module, rules: Sequence[Rule], allow: Allow) -> Rewritten | N
     if whole is not None:
         found.found[:0] = whole.found
     return found
-
-
-def _foreign(module: nn.Module) -> bool:
-    """Modules whose forward is not a method of a class to subclass."""
-    return isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)) or "forward" in module.__dict__
 
 
 def plan(

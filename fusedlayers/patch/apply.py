@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import types
 import uuid
 import warnings
 import weakref
@@ -128,9 +129,14 @@ def swap(module: nn.Module, cls: type, site: Site) -> None:
 
 def restore(module: nn.Module) -> None:
     """Undoes `swap` where the module's class is ours and not something a later library put on top."""
-    if is_patched(module):
-        module.__class__ = vars(type(module))[MARK].original
-        module.__dict__.pop(STATE, None)
+    if not is_patched(module):
+        return
+    fused, original = vars(type(module))["forward"], vars(type(module))[MARK].original
+    module.__class__ = original
+    module.__dict__.pop(STATE, None)
+    for name, held in module.__dict__.items():  # where a later library keeps the forward that it wraps
+        if isinstance(held, types.MethodType) and held.__func__ is fused:
+            module.__dict__[name] = types.MethodType(original.forward, held.__self__)
 
 
 # copying and pickling

@@ -26,6 +26,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 MARK = "__fused__"
 STATE = "_fusedlayers_site"
+PLAIN = frozenset({nn.Parameter, torch.Tensor})
 
 
 def original_class(module: nn.Module) -> type:
@@ -47,9 +48,19 @@ def member_problem(module: nn.Module, name: str) -> str | None:
     if getattr(module, "parametrizations", None):
         return f"{name} is parametrized"
     for key, parameter in module._parameters.items():
-        if parameter is not None and type(parameter) not in (nn.Parameter, torch.Tensor):
+        if parameter is not None and type(parameter) not in PLAIN:
             return f"{name}.{key} is a {type(parameter).__name__}"
     return None
+
+
+def _overrides(cls: type) -> bool:
+    """Whether tensors of this class compute torch's functions in a way of their own, as quantized weights do."""
+    return getattr(cls, "__torch_function__", None) is not torch._C._disabled_torch_function_impl
+
+
+_overrides._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, as below
+_NO_OTHER = PLAIN | {type(None)}
+"""Absent too: in replicas of `nn.DataParallel` and under FSDP a weight is an ordinary attribute."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +169,11 @@ def member(path: Path, module: nn.Module, pins: Iterable[str], names: Names) -> 
         hooks = " or ".join(f"{at}.{name}" for name in HOOKS)
         guards.append(Guard(f"not ({hooks})", f"{label} has a hook"))
         guards.append(Guard(f"'forward' not in {at}.__dict__", f"{label} has a forward of its own"))
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            found, plain, odd = f"type({at}._parameters.get({key!r}))", names.bind(_NO_OTHER), names.bind(_overrides)
+            reason = f"{'.'.join((*path, key))} has become a tensor subclass"
+            guards.append(Guard(f"{found} in {plain} or not {odd}({found})", reason))
     for pin in pins:
         if hasattr(module, pin):
             guards += filter(None, [read(Read(path, pin, "value", getattr(module, pin)), names)])

@@ -105,18 +105,24 @@ def _rewrite(
             counts = work.counts
     kept = _settle(found)
     if counts is None:
-        counts = Counts()
-        for name, child in module._modules.items():
-            kind = None if child is None else kind_of_module(child)
-            if kind is not None:
-                counts.total[kind] += 1
-                why = variants[0].refused or "forward cannot be traced"
-                kept.append(Found("skipped", "", ((name,),), why, kind=kind))
+        left = left_alone(module, variants[0].refused or "forward cannot be traced")
+        kept, counts = [*kept, *left.found], left.counts
     try:
         signature = inspect.signature(trace.forward_of(cls).function)
     except Untraceable:
         signature = None
     return Rewritten(_merged(variants), kept, counts, signature, touched, set(inline))
+
+
+def left_alone(module: nn.Module, why: str) -> Rewritten:
+    """Nothing rewritten, with the reason for each child that would have counted."""
+    left = Rewritten([], [], Counts())
+    for name, child in module._modules.items():
+        kind = None if child is None else kind_of_module(child)
+        if kind is not None:
+            left.counts.total[kind] += 1
+            left.found.append(Found("skipped", "", ((name,),), why, kind=kind))
+    return left
 
 
 def replace_whole(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Allow) -> Rewritten | None:

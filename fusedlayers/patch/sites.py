@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from . import effects
 from .codegen import Child, Variant
+from .guards import original_class
 from .pattern import State
 from .records import Counts, Found, kind_of
 from .rule import NO_MATCH, Call, Match, Rule
@@ -191,14 +192,16 @@ class Sites:
                 self._place([node], Found("skipped", "", where, reason, kind=kind))
 
     def _around(self, node: Node) -> str:
-        if node.users and all(u.op == "output" for u in node.users):
-            return "what reads it is outside this module"
         source = node.all_input_nodes[0] if node.all_input_nodes else None
+        made = self.kinds.get(node) == "activation" and source is not None and source.op == "call_module"
+        if node.users and all(u.op == "output" for u in node.users) and not made:
+            return "what reads it is outside this module"
         if source is None:
             return "it has no input"
         if source.op == "call_module":
-            kind = type(effects.child(self.module, source.target)).__name__
-            return f"follows {source.target} ({kind})"
+            cls = original_class(effects.child(self.module, source.target))
+            own = "" if cls.__module__.startswith("torch.") else f"{cls.__module__}."
+            return f"follows {source.target} ({own}{cls.__qualname__})"
         return f"follows {source.name}"
 
 
