@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedlayers as fl
 
@@ -18,6 +20,7 @@ from .models import ZOO
 
 TOLERANCE = 1e-5
 MODELS = ("torchvision.resnet18", "timm.vit_tiny", "timm.mobilenetv3_large_100", "transformers.llama")
+few = pytest.mark.parametrize("zoo", ["timm.vit_tiny", "transformers.llama"], indirect=True)
 
 
 @pytest.fixture(params=MODELS)
@@ -147,4 +150,163 @@ def test_quantized_projections_are_left_alone(zoo):
     with torch.no_grad():
         want = outputs(original, zoo.inputs(2, 0))
         for model in (patched, after):
+            torch.testing.assert_close(outputs(model, zoo.inputs(2, 0)), want)
+
+
+NORMALIZATIONS = {
+    "weight_norm": torch.nn.utils.parametrizations.weight_norm,
+    "spectral_norm": torch.nn.utils.parametrizations.spectral_norm,
+    "old weight_norm": torch.nn.utils.weight_norm,
+    "old spectral_norm": torch.nn.utils.spectral_norm,
+}
+
+
+@few
+@pytest.mark.parametrize("how", NORMALIZATIONS)
+def test_normalized_weights_before_and_after_patching(zoo, how):
+    after = fl.patch_model(zoo.make(), on_fallback="ignore")
+    original, before = zoo.make(), zoo.make()
+    names = linears(original)[:4]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for model in (original, before, after):
+            torch.manual_seed(0)
+            for name in names:
+                NORMALIZATIONS[how](model.get_submodule(name))
+    fl.patch_model(before, on_fallback="raise")
+    assert not {m for r in fl.explain(before).fused for m in r.modules} & set(names)
+    inputs = zoo.inputs(4, 0)
+    for training in (True, False):
+        want, *others = (step(m.train(training), inputs) for m in (original, before, after))
+        for got in others:
+            assert_alike(got, want, TOLERANCE)
+
+
+def test_moving_averages_of_timm():
+    zoo = ZOO["timm.mobilenetv3_large_100"]
+    if zoo.missing():
+        pytest.skip(f"needs {zoo.library}")
+    from timm.utils import ModelEmaV3
+
+    averages = []
+    for model in pair(zoo, on_fallback="raise"):
+        average = ModelEmaV3(model, decay=0.5)
+        step(model.train(), zoo.inputs(4, 0))
+        torch.optim.SGD(model.parameters(), lr=1e-2).step()
+        average.update(model)
+        averages.append(average.module)
+    ours, theirs = averages
+    assert fl.explain(ours).fused and list(ours.state_dict()) == list(theirs.state_dict())
+    assert_alike(step(ours.eval(), zoo.inputs(4, 1)), step(theirs.eval(), zoo.inputs(4, 1)), TOLERANCE)
+
+
+@few
+def test_hooks_on_every_module_see_what_they_saw(zoo):
+    """As torchinfo and profilers set them; nothing is fused while they are there."""
+    seen, models = [], pair(zoo, on_fallback="ignore")
+    for model in models:
+        calls: list[object] = []
+        seen.append(calls)
+
+        def note(module, args, out, calls=calls):
+            shapes = [tuple(t.shape) for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+            calls.append((type(module).__name__, str(module), shapes))
+
+        handles = [module.register_forward_hook(note) for module in model.modules()]
+        outputs(model.eval(), zoo.inputs(2, 0))
+        for handle in handles:
+            handle.remove()
+    assert seen[0] == seen[1] and len(seen[0]) >= len(list(models[1].children()))
+    counted = {n: sum(c.values()) for n, c in fl.explain(models[0]).fallbacks.items()}
+    outputs(models[0], zoo.inputs(2, 0))
+    assert {n: sum(c.values()) for n, c in fl.explain(models[0]).fallbacks.items()} == counted, "fused again"
+
+
+@few
+def test_counted_flops(zoo):
+    counts = []
+    for model in pair(zoo, on_fallback="ignore"):  # it sets hooks on all modules
+        with FlopCounterMode(display=False) as counter:
+            loss = sum(out.sum() for out in outputs(model.train(), zoo.inputs(2, 0)))
+            loss.backward()
+        counts.append(counter.get_flop_counts())
+    assert counts[0] == counts[1] and counts[0]["Global"]
+
+
+@few
+def test_data_parallel_without_devices(zoo):
+    patched, original = (nn.DataParallel(m) for m in pair(zoo, on_fallback="raise"))
+    assert list(patched.state_dict()) == list(original.state_dict())
+    assert_alike(step(patched, zoo.inputs(4, 0)), step(original, zoo.inputs(4, 0)), TOLERANCE)
+
+
+# accelerate puts a forward of its own on instances
+
+
+@few
+def test_hooks_of_accelerate_before_and_after_patching(zoo):
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Count(hooks.ModelHook):
+        calls = 0
+
+        def pre_forward(self, module, *args, **kwargs):
+            Count.calls += 1
+            return args, kwargs
+
+    def hooked(model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            hooks.add_hook_to_module(module, Count())
+        return model
+
+    original = hooked(zoo.make())
+    after = hooked(fl.patch_model(zoo.make(), on_fallback="ignore"))
+    before = fl.patch_model(hooked(zoo.make()), on_fallback="raise")
+    report = fl.explain(before)
+    assert not report.fused and report.skipped
+    assert all("a forward of its own" in r.reason for r in report.skipped)
+    inputs, counted = zoo.inputs(4, 0), []
+    for training in (True, False):
+        found = []
+        for model in (original, before, after):
+            Count.calls = 0
+            found.append(step(model.train(training), inputs))
+            counted.append(Count.calls)
+        for got in found[1:]:
+            assert_alike(got, found[0], TOLERANCE)
+    assert len(set(counted)) == 1 and counted[0] > 0
+    for model in (original, before, after):
+        hooks.remove_hook_from_module(model, recurse=True)
+    for model in (after, fl.unpatch_model(after)):
+        assert_alike(step(model, inputs), step(copy.deepcopy(original), inputs), TOLERANCE)
+    code = {getattr(m.forward, "__func__", m.forward).__code__.co_filename for m in after.modules()}
+    assert not [name for name in code if "fusedlayers" in name], "a forward of the patched classes is left"
+
+
+@few
+def test_offloaded_by_accelerate(zoo):
+    """Weights on the meta device, brought in by hooks for each call of a layer: a fused op would read them without."""
+    accelerate = pytest.importorskip("accelerate")
+    want = outputs(zoo.make().eval(), zoo.inputs(2, 0))
+    offload = lambda model: accelerate.cpu_offload(model, execution_device=torch.device("cpu"))  # noqa: E731
+    with torch.no_grad():
+        for model in (
+            offload(fl.patch_model(zoo.make(), on_fallback="ignore")),
+            fl.patch_model(offload(zoo.make()), on_fallback="raise"),
+        ):
+            assert any(p.is_meta for p in model.parameters())
+            torch.testing.assert_close(outputs(model.eval(), zoo.inputs(2, 0)), want)
+
+
+def test_convolutions_folded_after_patching():
+    """`fuse_modules` puts other modules in the place of a conv, its norm and its activation."""
+    zoo = ZOO["torchvision.resnet18"]
+    if zoo.missing():
+        pytest.skip(f"needs {zoo.library}")
+    fuse = pytest.importorskip("torch.ao.quantization").fuse_modules
+    groups = [["conv1", "bn1", "relu"], *([f"layer{i}.0.conv1", f"layer{i}.0.bn1"] for i in (1, 2, 3, 4))]
+    patched, original = (fuse(m.eval(), groups) for m in pair(zoo, on_fallback="ignore"))
+    with torch.no_grad():
+        want = outputs(original, zoo.inputs(2, 0))
+        for model in (patched, fl.patch_model(copy.deepcopy(original), on_fallback="raise")):
             torch.testing.assert_close(outputs(model, zoo.inputs(2, 0)), want)
