@@ -85,9 +85,9 @@ def _scan(code: types.CodeType) -> Scan:
             found.refused = found.refused or "forward compares a computed value with None"
         elif tested in stores:
             early = tested in arguments and all(s > at for s in stores[tested])
-            if early:
+            if tested in arguments:
                 found.none_tested.add(tested)
-            elif not all(_harmless(steps, s - 1) for s in stores[tested]):
+            if not early and not all(_harmless(steps, s - 1) for s in stores[tested]):
                 found.refused = found.refused or f"forward compares a computed value, {tested}, with None"
         elif tested in arguments:
             found.none_tested.add(tested)
@@ -100,9 +100,9 @@ def _scan(code: types.CodeType) -> Scan:
             found.builtins |= nested.builtins
             found.globals_read |= nested.globals_read
             for name in nested.none_tested_outside:
-                if name in arguments and name not in stores:
+                if name in arguments:
                     found.none_tested.add(name)
-                elif name in code.co_freevars:
+                if name in code.co_freevars:
                     found.none_tested_outside.add(name)
                 elif not all(_harmless(steps, s - 1) for s in stores.get(name, ())):
                     found.refused = found.refused or f"forward compares a computed value, {name}, with None"

@@ -69,6 +69,20 @@ def test_forms_of_call_where_arguments_are_compared_with_none():
     assert found == {NONE: ["fc"], GIVEN: ["bn"]}
 
 
+def test_forms_of_call_where_a_setting_may_stand_in_for_an_argument():
+    """Fails where the argument is only told from None if nothing is ever assigned to its name."""
+
+    def forward(self, x, mask=None):
+        if self.flag:
+            mask = self.flag
+        if mask is None:
+            return self.fc(x)
+        return self.bn(x)
+
+    found = {str(t.form["mask"]): targets(t) for t in traced(container(forward, flag=False)) if t.training}
+    assert found == {NONE: ["fc"], GIVEN: ["bn"]}
+
+
 def test_forms_of_call_where_a_flag_is_tested():
     def forward(self, x, deep=False):
         return self.bn(self.fc(x)) if deep else self.fc(x)
