@@ -156,6 +156,6 @@ def _drop_leaf_doubles(made: PatchReport, called: Sequence[Record]) -> None:
     """A module replaced as a whole is no longer "with nothing to fuse it with" in its container."""
     fused = {r.modules[0] for r in made.fused}
     doubled = [r for r in called if r.modules[0] in fused and len(r.modules) == 1]
-    made.skipped = [r for r in made.skipped if r not in doubled]
+    made.skipped = [r for r in made.skipped if r not in doubled or r.rule]  # what a larger rule has to say stays
     for r in doubled:
         made.counts.fused[r.kind] += 1

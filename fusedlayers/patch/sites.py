@@ -183,7 +183,8 @@ class Sites:
         said: set[Node] = set()
         for rule, nodes, paths, reason in self.missed:
             if not nodes & (self.gone | said):
-                self._place(nodes, Found("skipped", rule.name, paths, reason))
+                kind = self.kinds.get(next(iter(nodes)), "") if len(nodes) == 1 else ""
+                self._place(nodes, Found("skipped", rule.name, paths, reason, kind=kind))
                 said |= nodes
         for node, kind in self.kinds.items():
             if node not in self.gone and node not in said:

@@ -268,12 +268,14 @@ def test_several_products_and_a_forward_that_says_too_little_are_named():
         return self.fc(x[(*x.shape[:0], 0)])
 
     for forward, reason in (
-        (REFUSED["two products"], "2 products read it, whose gradients autocast adds up in float32"),
+        (REFUSED["two products"], "2 products read it, whose gradients are added up in float32"),
         (tuple_of, "reader reads it, whose forward iterates over a value"),
         (REFUSED["residual"], None),
     ):
         report = fl.explain(patched(model(block(forward, fc=linear()))))
-        assert [r.reason for r in report.skipped if r.rule == "norm_for_product"] == [reason] * (reason is not None)
+        said = [r.reason for r in report.skipped if r.rule == "norm_for_product"]
+        assert said == ([] if reason is None else [f"in float32 under autocast: {reason}"])
+        assert report.counts.fused == report.counts.total | {"residual": 0}
 
 
 def test_a_child_called_in_its_own_way():
@@ -326,7 +328,8 @@ def test_a_layer_that_may_not_be_relied_on_is_named(reason):
     assert "norm_for_product" not in rules(found)
     said = {r.reason for r in fl.explain(found).skipped if r.rule == "norm_for_product"}
     expected = {"reader.fc is parametrized": "reader.fc is a ParametrizedLinear"}.get(reason, reason)
-    assert said == {expected}
+    assert said == {f"in float32 under autocast: {expected}"}
+    assert fl.explain(found).counts.fused["norm"] == 1, "fused it is, alone"
     assert seen(found)[0][0] == torch.float32
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...nn._children import stored
 from ...ops import _route
 from ...ops.layer_norm import layer_norm
 from ...ops.rms_norm import rms_norm
@@ -32,6 +33,7 @@ from .mlp import GatedMlp
 from .rms_forms import _problem, form_of, is_written_rms_norm, rounds_to_weight
 
 Held = Callable[[nn.Module], bool] | None
+WIDE = "in float32 under autocast"
 
 
 def low_norm(layer: Any, x: Tensor, module: nn.Module, held: Held) -> Tensor:
@@ -81,10 +83,11 @@ def _product_dtype(module: nn.Module, held: Held, *tensors: Tensor) -> torch.dty
 
 
 def _norm(layer: Any, x: Tensor, residual: Tensor | None, out_dtype: torch.dtype | None) -> Any:
-    shape, weight, eps = layer.normalized_shape, layer.weight, layer.eps
+    shape, eps = layer.normalized_shape, layer.eps
     if isinstance(layer, nn.LayerNorm):
-        return layer_norm(x, shape, weight, layer.bias, eps, residual, out_dtype=out_dtype)
-    return rms_norm(x, shape, weight, eps, residual, out_dtype=out_dtype)
+        weight, bias = stored(layer, "weight", "bias")
+        return layer_norm(x, shape, weight, bias, eps, residual, out_dtype=out_dtype)
+    return rms_norm(x, shape, layer.weight, eps, residual, out_dtype=out_dtype)
 
 
 def _writing(out_dtype: torch.dtype | None) -> Callable[..., Any]:
@@ -104,11 +107,11 @@ def _objection(m: Match) -> str | None:
     try:
         found = _readers(m)
     except Unfit as unfit:
-        return str(unfit) if unfit.telling else NO_MATCH
+        return f"{WIDE}: {unfit}" if unfit.telling else NO_MATCH
     if found.blocked:
-        return found.blocked[0]
+        return f"{WIDE}: {found.blocked[0]}"
     if found.products > 1:
-        return f"{found.products} products read it, whose gradients autocast adds up in float32"
+        return f"{WIDE}: {found.products} products read it, whose gradients are added up in float32"
     return None if found.products else NO_MATCH
 
 
