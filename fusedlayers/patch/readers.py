@@ -124,7 +124,8 @@ class _Walk:
     def _product(self, child: nn.Module, path: Path) -> int:
         label = ".".join(path)
         if not any(exactly(type(child), kind) for kind in PRODUCTS):
-            self.blocked.append(f"{label} is a {type(child).__qualname__}")
+            cls = type(child)
+            self.blocked.append(f"{label} is a {cls.__module__}.{cls.__qualname__}")
         elif getattr(child, "padding_mode", "zeros") != "zeros":
             raise Unfit(f"{label} pads its input")
         self._member(child, path, ("padding_mode",))
