@@ -191,9 +191,8 @@ class _Walk:
         """Two products of a gated MLP that is fused count as the one that they are then."""
         products = self.follow(node, child, path)
         if products == 2 and _is_gated(traced, node, child, self.gated):
-            self.conditions[f"{self.names.bind(is_fused, 'is_fused')}(type({self.names.child(path)}), {GATED!r})"] = (
-                None
-            )
+            fused, here = self.names.bind(is_fused, "is_fused"), self.names.child(path)
+            self.conditions[f"{fused}(type({here}), {GATED!r})"] = None
             return 1
         return products
 
@@ -322,9 +321,15 @@ def _is_layout(user: Node) -> bool:
         return False
     if user.target is operator.getitem:
         return not any(isinstance(a, Node) for a in rest)
+    if user.target == "view" and len(rest) == 1 and isinstance(rest[0], Node) and not _is_shape(rest[0]):
+        return False  # may be a dtype
     if user.op == "call_method":
         return user.target in _LAYOUT
     return user.op == "call_function" and user.target in _LAYOUT_FUNCTIONS
+
+
+def _is_shape(node: Node) -> bool:
+    return node.target == "size" or (node.target is getattr and node.args[1] == "shape")
 
 
 def _is_gated(traced: Trace, node: Node, child: nn.Module, gated: Pattern) -> bool:

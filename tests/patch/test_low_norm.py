@@ -247,6 +247,8 @@ REFUSED = {
     "two halves": lambda self, x: self.fc(torch.cat([self.half(h) for h in x.chunk(2, -1)], -1)),
     "returned": lambda self, x: self.fc(x) * 0 + x,
     "a dtype view": lambda self, x: self.fc(x.view(torch.int32).view(torch.float32)),
+    "a dtype view, given": lambda self, x, kind=None: self.fc(x) if kind is None else self.fc(x.view(kind)),
+    "a dtype view, read": lambda self, x: self.fc(x.view(self.fc.weight.dtype)),
     "indexed by a value": lambda self, x: self.fc(x[x.argmax(-1).clamp(max=1)].sum(1)),
     "dropout": lambda self, x: self.fc(self.drop(x)),
     "another layer": lambda self, x: self.fc(self.act(x)),
