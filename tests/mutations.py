@@ -104,7 +104,7 @@ DEVICE = "tests/gpu/test_device_only.py::test_"
 LAUNCH = "fusedlayers/kernels/launch.py"
 DEVICE_FAULTS = [
     Fault("offsets past 32 bits", AFFINE_KERNEL, ".to(tl.int64)", "", DEVICE + "offsets_past_32_bits[affine_act]"),
-    Fault("a side stream", LAUNCH, "torch._C._cuda_getCurrentRawStream(device)", "0", DEVICE + "a_side_stream[affine_act]"),
+    Fault("a side stream", LAUNCH, "_current_stream(device)", "0", DEVICE + "a_side_stream[affine_act]"),
     Fault("TF32 flag", LINEAR_KERNEL, "input_precision=PRECISION", "input_precision='tf32'", DEVICE + "tf32_flag_is_followed[gelu]"),
     Fault("misaligned storage", LAUNCH, "key = device if not bits & 15 else", "key = device if True else",
           DEVICE + "misaligned_storage[dtype0-affine_act]"),

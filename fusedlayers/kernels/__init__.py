@@ -15,6 +15,10 @@ class KernelError(RuntimeError):
     """A kernel could not be built or launched here (no compiler, too little shared memory, ...)."""
 
 
+class NoStorageError(KernelError):
+    """A tensor of this call has no memory of its own to show, as one that left a finished torch.func transform."""
+
+
 @functools.cache
 def unavailable() -> str | None:
     """Why Triton cannot be used in this process; `None` when it can be imported."""

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl  # noqa: F401  (its dtypes, for ops that must not import Triton themselves)
 from torch import Tensor
 
-from . import KernelError, interpreted
+from . import KernelError, NoStorageError, interpreted
 
 _INTERPRETED = interpreted()
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # both are missing from builds without CUDA
@@ -71,14 +71,17 @@ class Launch:
             return
         addresses: list[Any] = []
         bits, some = 0, None
-        for p in pointers:
-            if p is None:
-                addresses.append(None)
-            else:
-                address = p.data_ptr()
-                addresses.append(address)
-                bits |= address
-                some = p
+        try:
+            for p in pointers:
+                if p is None:
+                    addresses.append(None)
+                else:
+                    address = p.data_ptr()
+                    addresses.append(address)
+                    bits |= address
+                    some = p
+        except RuntimeError as error:
+            raise NoStorageError(str(error)) from error
         device = some.get_device()
         # Triton compiles another kernel where a pointer is not 16-byte aligned
         key = device if not bits & 15 else (device, *(a is None or a % 16 == 0 for a in addresses))
@@ -102,6 +105,12 @@ class Launch:
             observer(self, pointers, numbers)
         elif 0 not in self.grid:
             options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+            try:
+                for p in pointers:
+                    if p is not None:
+                        p.data_ptr()
+            except RuntimeError as error:
+                raise NoStorageError(str(error)) from error
             with _build_lock:  # the interpreter keeps its grid and patched functions in globals
                 self.kernel[self.grid](*pointers, *numbers, *self.rest, **options)
 
@@ -171,13 +180,16 @@ class Chain:
             return
         addresses: list[Any] = []
         bits = 0
-        for p in pointers:
-            if p is None:
-                addresses.append(None)
-            else:
-                address = p.data_ptr()
-                addresses.append(address)
-                bits |= address
+        try:
+            for p in pointers:
+                if p is None:
+                    addresses.append(None)
+                else:
+                    address = p.data_ptr()
+                    addresses.append(address)
+                    bits |= address
+        except RuntimeError as error:
+            raise NoStorageError(str(error)) from error
         if bits & 15:
             self._apart(device, pointers, numbers)
             return

@@ -153,9 +153,13 @@ def draw(spec: Dropout, device: torch.device) -> Rng | None:
     return generator.initial_seed(), offset
 
 
-def mark(device: torch.device) -> int | None:
-    """Where the generator stands, for `rewind`: a kernel that failed must not have drawn."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+def mark(device: torch.device, rng: Rng | None) -> int | None:
+    """Where the generator stood before it gave `rng`, for `rewind`: a kernel that failed must not have drawn."""
+    if device.type != "cuda":
+        return None
+    if rng is not None:
+        return rng[1] if type(rng[1]) is int else None
+    if torch.cuda.is_current_stream_capturing():
         return None
     return torch.cuda.default_generators[device.index].get_offset()
 
@@ -188,11 +192,15 @@ def pointers(rng: Rng | None) -> tuple[Tensor | None, Tensor | None]:
     return rng if rng is not None and isinstance(rng[0], Tensor) else (None, None)
 
 
+_64_BITS = 2**64 - 1
+_both, _words = struct.Struct("<QQ").pack, struct.Struct("<4i").unpack
+
+
 def numbers(rng: Rng | None) -> tuple[int, int, int, int]:
     """Seed and offset in four int32 words, whatever their value, so that one compiled kernel serves them all."""
     if rng is not None and not isinstance(rng[0], Tensor):
         seed, offset = rng
-        return _signed(seed), _signed(seed >> 32), _signed(offset), _signed(offset >> 32)
+        return _words(_both(seed & _64_BITS, offset & _64_BITS))
     return 0, 0, 0, 0
 
 

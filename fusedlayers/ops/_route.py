@@ -142,9 +142,14 @@ def chosen() -> dict[str, str]:
 
 
 def failed(op: str, error: Exception) -> None:
-    """Records that an op's kernel cannot run here, warns once, and raises where the route was forced."""
+    """Records that an op's kernel cannot run here, warns once, and raises where the route was forced.
+
+    What only this call's tensors are the reason for is not held against later ones.
+    """
     if settings.route == "triton":
         raise error
+    if isinstance(error, kernels.NoStorageError):
+        return
     if op not in failures:
         failures[op] = str(error)
         warnings.warn(f"{op} runs as plain PyTorch from now on: {error}", RuntimeWarning, stacklevel=3)

@@ -52,7 +52,7 @@ def chunked(x: Tensor, act: Activation, dim: int = -1, gate_first: bool = True) 
             try:
                 if needs_grad(x):
                     return _apply_chunked(x, plan, dim, gate_first)
-                return plan.forward(*halves(x, dim, gate_first))
+                return plan.forward(*_halves(x, dim, gate_first))
             except KernelError as error:
                 _route.failed(OP, error)
     return chunked_reference(x, act, dim, gate_first)
@@ -69,6 +69,12 @@ def halves(x: Tensor, dim: int, gate_first: bool) -> tuple[Tensor, Tensor]:
         raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {size}")
     first, second = x.narrow(dim, 0, size // 2), x.narrow(dim, size // 2, size // 2)
     return (first, second) if gate_first else (second, first)
+
+
+def _halves(x: Tensor, dim: int, gate_first: bool) -> Sequence[Tensor]:
+    """The same of an even size, in one call and out of autograd's sight."""
+    both = x.unsafe_chunk(2, dim)
+    return both if gate_first else (both[1], both[0])
 
 
 class _GatedAct(torch.autograd.Function):
@@ -103,20 +109,21 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, plan: Plan, dim: int, gate_first: bool) -> Tensor:
         ctx.save_for_backward(x)
         ctx.plan, ctx.where = plan, (dim, gate_first)
-        return plan.forward(*halves(x, dim, gate_first))
+        return plan.forward(*_halves(x, dim, gate_first))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        gate, up = halves(x, *ctx.where)
         if not torch.is_grad_enabled():
             try:
+                gate, up = _halves(x, *ctx.where)
                 dx = torch.empty_strided(x.shape, ctx.plan.grad_stride, dtype=x.dtype, device=x.device)
-                ctx.plan.backward(g, gate, up, *halves(dx, *ctx.where))
+                ctx.plan.backward(g, gate, up, *_halves(dx, *ctx.where))
                 return dx, None, None, None
             except KernelError as error:
                 _route.failed(OP, error)
         dim, gate_first = ctx.where
+        gate, up = halves(x, dim, gate_first)
         both = composite(g, gate, up, ctx.plan.act, (True, True), (x.dtype, x.dtype))
         return torch.cat(both if gate_first else both[::-1], dim), None, None, None
 
@@ -199,12 +206,12 @@ class Plan:
 def _plan(gate: Tensor, up: Tensor, act: Activation) -> Plan | str:
     if gate.shape != up.shape:
         return "gate and up broadcast"
-    active = _gemm.activated_dtype(act, gate.dtype, gate.device.type)
+    active = _gemm.activated_dtype(act, gate.dtype, "cuda" if gate.is_cuda else gate.device.type)
     return _cached_plan(gate.shape, gate.stride(), up.stride(), active, up.dtype, act)
 
 
 def _chunked_plan(x: Tensor, act: Activation, dim: int) -> Plan | str:
-    active = _gemm.activated_dtype(act, x.dtype, x.device.type)
+    active = _gemm.activated_dtype(act, x.dtype, "cuda" if x.is_cuda else x.device.type)
     return _cached_chunked_plan(x.shape, x.stride(), dim, active, x.dtype, act)
 
 

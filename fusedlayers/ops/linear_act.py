@@ -172,7 +172,7 @@ def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) -> Pl
     dtype = _gemm.gemm_dtype(x, weight, bias)
     if dtype is None:
         return "the dtypes differ"
-    y_dtype = _gemm.activated_dtype(act, dtype, x.device.type)
+    y_dtype = _gemm.activated_dtype(act, dtype, "cuda" if x.is_cuda else x.device.type)
     return _cached_plan(x.shape, weight.shape, None if bias is None else bias.shape, dtype, y_dtype, act)
 
 

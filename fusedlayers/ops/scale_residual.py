@@ -61,10 +61,11 @@ def scale_residual(
             draws=bool(dropout_p or drop_path_p),
         )  # fmt: skip
         if route == "triton":
-            before = _dropout.mark(x.device) if dropout_p or drop_path_p else None
-            try:
-                # in eager's order: dropout draws first
+            rng = before = None
+            if dropout_p or drop_path_p:  # in eager's order: dropout draws first
                 rng = _dropout.draw(call.drop, x.device)
+                before = _dropout.mark(x.device, rng)
+            try:
                 path = _path(x, call.z_dtype, drop_path_p) if drop_path_p else None
                 if needs_grad(*tensors):
                     return _apply(x, residual, scale, path, rng, call)

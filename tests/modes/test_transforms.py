@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.functional import affine_act
+from fusedlayers.ops import _route
 from tests.harness import compare, run
 from tests.modes.matrix import pair, size
 from tests.op_table import OPS, Op
@@ -65,6 +66,25 @@ def test_func_grad(op: Op, act, device):
     which = tuple(range(len(inputs)))
     found, expected = (torch.func.grad(lambda *t, fn=fn: fn(*t).sum(), which)(*inputs) for fn in both(op, act))
     same(found, expected)
+
+
+@every_op
+def test_what_left_a_finished_transform(op: Op, act, device):
+    """Such a tensor shows no memory of its own: torch's ops look through it, and it disables no kernel for others."""
+    left = []
+
+    def leak(*tensors):
+        left[:] = [t * 1.0 for t in tensors]
+        return left[0].sum()
+
+    fused, eager = both(op, act)
+    torch.func.grad(leak)(*(t.detach() for t in op.inputs(*size(op), device=device)))
+    with fl.settings(route="auto"):
+        same(fused(*left), eager(*left))
+        first, *_ = op.inputs(*size(op), device=device)  # one of them needs a gradient
+        first, twin = (first.detach().requires_grad_() for _ in range(2))
+        same(fused(first, *left[1:]), eager(twin, *left[1:]))
+    assert not _route.failures
 
 
 @every_op
