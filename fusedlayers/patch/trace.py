@@ -340,7 +340,7 @@ def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[
     found: list[Trace] = []
     for training in (True, False):
         start: list[dict[str, Any]] = [{}]
-        for name in asked.none_tested:
+        for name in (n for n in signature.parameters if n in asked.none_tested):  # in the same order in every process
             start = [{**form, name: choice} for form in start for choice in _choices(signature.parameters[name])]
         pending, done = start, 0
         while pending:
