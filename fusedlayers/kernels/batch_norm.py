@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .affine import _grad_z
-from .reduce import mean_of
+from .reduce import mean_of, product
 
 # Where the second pass has its coefficients from (the kernels' SOURCE)
 SAVED, MERGED, OWN, RUNNING = 0, 1, 2, 3
@@ -125,9 +125,9 @@ def _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT: tl.constexpr,
     total = ((m_hi - m_lo) * (s_hi - s_lo)).to(CT)
     share = s1 / tl.maximum(n, 1.0)
     lane = tl.where(n > 0, origin - first + share, 0.0)  # mean of a lane, from the channel's first value
-    mean = mean_of(_over_tile(n * lane, ROW), total)
+    mean = mean_of(_over_tile(product(n, lane), ROW), total)
     off = lane - mean[None, :]
-    more = mean_of(_over_tile(n * off, ROW), total)  # what rounding left: the lanes share their origin
+    more = mean_of(_over_tile(product(n, off), ROW), total)  # what rounding left: the lanes share their origin
     off = off - more[None, :]
     return mean + more, _over_tile(s2 - s1 * share + n * off * off, ROW)
 
@@ -143,9 +143,9 @@ def _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, KP: tl.constexpr
     means = tl.load(partial_ptr + at, mask=mask, other=0.0)
     m2 = tl.load(partial_ptr + tl.cast(K, tl.int64) * C + at, mask=mask, other=0.0)
     total = (tl.cast(M, tl.int64) * S).to(CT)
-    mean = mean_of(tl.sum(n * means, axis=0), total)
+    mean = mean_of(tl.sum(product(n, means), axis=0), total)
     off = tl.where(mask, means - mean[None, :], 0.0)
-    more = mean_of(tl.sum(n * off, axis=0), total)
+    more = mean_of(tl.sum(product(n, off), axis=0), total)
     off = tl.where(mask, off - more[None, :], 0.0)
     return mean + more, tl.sum(m2 + n * off * off, axis=0)
 

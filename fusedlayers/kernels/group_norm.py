@@ -20,7 +20,7 @@ import triton.language as tl
 
 from .affine import _grad_z
 from .batch_norm import _rsqrt, _visits
-from .reduce import mean_of
+from .reduce import mean_of, product
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def forward_resident(
     off = tl.where(mask, x - _to_entities(mean, BG, BD)[:, None], 0.0)
     more = mean_of(_over_group(tl.sum(off, axis=1), BG, BD), count)  # what rounding left of the mean
     off = tl.where(mask, off - _to_entities(more, BG, BD)[:, None], 0.0)
-    inv = _rsqrt(_over_group(tl.sum(off * off, axis=1), BG, BD) / count + EPS)
+    inv = _rsqrt(_over_group(tl.sum(product(off, off), axis=1), BG, BD) / count + EPS)
     scale = _to_entities(inv, BG, BD) * weight
     y = ACT(off * scale[:, None] + bias[:, None], P0, P1)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -249,14 +249,14 @@ def backward_resident(
     dz = _grad_z(g, normed, g, weight[:, None], bias[:, None], MASK, ACT, GRAD, KEEPS_OUTPUT, P0, P1)
     dz = tl.where(mask, dz, 0.0)
     sum_dz = tl.sum(dz, axis=1)
-    sum_dz_x = tl.sum(dz * normed, axis=1)
+    sum_dz_x = tl.sum(product(dz, normed), axis=1)
     if SUMS:
         tl.store(partial_ptr + e, sum_dz, mask=in_e)
         tl.store(partial_ptr + tl.cast(E, tl.int64) + e, sum_dz_x, mask=in_e)
     if NEED_DX:
         count = (tl.cast(D, tl.int64) * S).to(CT)
-        along_one = _to_entities(_over_group(sum_dz * weight, BG, BD) / count, BG, BD)
-        along_x = _to_entities(_over_group(sum_dz_x * weight, BG, BD) / count, BG, BD)
+        along_one = _to_entities(_over_group(product(sum_dz, weight), BG, BD) / count, BG, BD)
+        along_x = _to_entities(_over_group(product(sum_dz_x, weight), BG, BD) / count, BG, BD)
         dx = (dz * weight[:, None] - along_one[:, None] - normed * along_x[:, None]) * inv[:, None]
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .reduce import mean_of
+from .reduce import mean_of, product
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def forward(
         x = tl.where(in_cols, x - mean[:, None], 0.0)
         if WRITE_STATS:
             tl.store(stats_ptr + M + rows, mean, mask=in_rows)
-    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / N + EPS)
+    rstd = tl.rsqrt(tl.sum(product(x, x), axis=1) / N + EPS)
     if WRITE_STATS:
         tl.store(stats_ptr + rows, rstd, mask=in_rows)
     y = _finished(x * rstd[:, None], w_ptr, b_ptr, cols, in_cols, XT, CT, OFFSET, CAST, HAS_W, HAS_B)
@@ -105,7 +105,7 @@ def forward_long(
             apart = here - mean
             share = n.to(CT) / (start + n)
             mean += apart * share
-            spread += tl.sum(x * x) + apart * (apart * (share * start))
+            spread += tl.sum(product(x, x)) + apart * (apart * (share * start))
         else:
             squares += x * x
     if not CENTER:
@@ -164,8 +164,8 @@ def backward(
         if NEED_DX:
             wg = g
             if HAS_W:
-                wg = g * w
-            slope = tl.sum(wg * xhat, axis=1)[:, None] / N
+                wg = product(g, w)
+            slope = tl.sum(product(wg, xhat), axis=1)[:, None] / N
             dx = wg - xhat * slope
             if CENTER:
                 dx -= tl.sum(wg, axis=1)[:, None] / N

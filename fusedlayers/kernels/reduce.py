@@ -29,6 +29,16 @@ def mean_of(total, count):
 
 
 @triton.jit
+def product(a, b):
+    """`a * b` that is to be summed over lanes, kept from being fused into the first of those additions.
+
+    Fused, each of two lanes rounds the other's product but not its own: lanes that hold one sum would differ in its
+    last bit, and which of them is stored is a race.
+    """
+    return tl.fma(a, b, tl.zeros_like(a))
+
+
+@triton.jit
 def sum_partials(partial_ptr, first_ptr, second_ptr, K, N, FROM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
     """`partial_ptr` (2, K, N) -> `first_ptr` (N,), `second_ptr` (N,), each in its own dtype, from output `FROM` on.
 

@@ -9,7 +9,7 @@ import pytest
 
 from fusedlayers import kernels
 from fusedlayers.activations import get
-from tests.kernels.test_compile import group_norm, linear, row_norm, split_heads
+from tests.kernels.test_compile import batch_norm, group_norm, linear, row_norm, split_heads
 
 
 def test_float32_products_add_each_step_up_from_zero():
@@ -32,6 +32,23 @@ def test_no_mean_is_folded_into_what_follows(family):
         if "WRITE_STATS" in entry.constants and entry.constants.get("CENTER", True):
             ptx = entry.compile(90).asm["ptx"]
             assert "div.rn.f32" in ptx or "fp64" in str(entry.signature), entry.name
+
+
+def tiny(entry):
+    """The kernel on a tile that gives each thread one value at most."""
+    small = {"BR": 4, "BN": 16, "BG": 2, "BD": 4, "BS": 4}
+    return replace(entry, constants={k: small.get(k, v) for k, v in entry.constants.items()})
+
+
+@pytest.mark.parametrize("family", [row_norm, group_norm, batch_norm], ids=lambda f: f.__name__)
+def test_no_product_is_fused_into_a_sum_over_lanes(family):
+    """Two lanes would round differently, and one sum have two values. Fails with `tl.sum(x * x)`."""
+    entries = list(family())
+    entries += [tiny(e) for e in entries if e.fn.__name__ in ("forward", "backward_resident", "forward_resident")]
+    for entry in entries:
+        ptx = entry.compile(90).asm["ptx"]
+        shuffled = set(re.findall(r"shfl\.sync\.\w+\.b32\s+(%\w+)", ptx))
+        assert not shuffled & set(re.findall(r"fma\.rn\.f\d+\s+%\w+, %\w+, %\w+, (%\w+);", ptx)), entry.name
 
 
 def test_heads_are_moved_16_bytes_at_a_time():
