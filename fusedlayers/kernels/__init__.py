@@ -8,7 +8,10 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import threading
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 
 class KernelError(RuntimeError):
@@ -34,10 +37,30 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
+def apart(work: Callable[[], Any]) -> Any:
+    """`work()`, in a thread of its own: what is done once, inside a user's call, must not meet the hooks on saved
+    tensors (activation checkpointing counts them, and may stop there), the modes and the autocast of that call."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.extend((work(), None))
+        except BaseException as error:
+            found.extend((None, error))
+
+    thread = threading.Thread(target=run, name="fusedlayers")
+    thread.start()
+    thread.join()
+    result, error = found
+    if error is not None:
+        raise error
+    return result
+
+
 @functools.cache
 def load(family: str) -> ModuleType:
     """The kernel module of one family, imported on first use."""
-    return importlib.import_module(f"{__name__}.{family}")
+    return apart(lambda: importlib.import_module(f"{__name__}.{family}"))
 
 
 def cdiv(a: int, b: int) -> int:

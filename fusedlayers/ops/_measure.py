@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..activations import get
+from ..kernels import apart
 from ..settings import settings
 from . import _table
 
@@ -57,7 +58,7 @@ def look_up(op: str, x: Tensor) -> tuple[dict[str, Any] | None, str]:
         with _file_lock(path.with_suffix(".lock")):
             known = _read(path)  # another process may have measured while this one waited
             if op not in known:
-                known[op] = measure(op, device)
+                known[op] = apart(lambda: _measured(op, device))
                 _write(path, known)
         return known[op], f"a measurement on this machine ({path})"
     except Exception as error:  # a probe that cannot run decides nothing, and must not fail the user's call
@@ -73,6 +74,12 @@ def cache_path(device: torch.device) -> Path:
     name = _table.slug(torch.cuda.get_device_name(device))
     versions = f"torch-{torch.__version__}_triton-{triton.__version__}_fusedlayers-{__version__}"
     return Path(settings.cache) / f"routes_{name}_{versions}.json"
+
+
+def _measured(op: str, device: torch.device) -> dict[str, Any]:
+    """`measure` in a thread that begins on the first device."""
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        return measure(op, device)
 
 
 def measure(op: str, device: torch.device) -> dict[str, Any]:

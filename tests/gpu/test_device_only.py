@@ -70,15 +70,7 @@ def test_offsets_past_32_bits(op: Op, act):
 @pytest.mark.parametrize(("rows", "n"), [(200_003, 5), (5, 200_003)])
 def test_grids_past_65535(op: Op, act, rows, n):
     """Fails when a kernel puts rows, or columns, in the second dimension of its grid."""
-    fused, eager = pair(op, act)
-    inputs = [t.requires_grad_() for t in on_device(op, (rows,), n, torch.float32)]
-    outs, _ = run(eager, inputs)
-    incoming = [torch.linspace(-1, 1, o.numel(), device="cuda").view_as(o) for o in outs]
-    results = zip(run(fused, inputs, incoming), run(eager, inputs, incoming), strict=True)
-    for kind, rows_ in zip(("output", "gradient"), results, strict=True):
-        for a, b in zip(*rows_, strict=True):
-            off = (a - b).abs().max().item() / (b.abs().max().item() + 1e-6)
-            assert off < 1e-3, kind
+    compare(*pair(op, act), [t.requires_grad_() for t in on_device(op, (rows,), n, torch.float32)], sums=op.sums)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -100,7 +92,7 @@ def test_a_side_stream(op: Op, act):
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(400_000_000)
         with torch.no_grad():
             for t, s in zip(inputs, source, strict=True):
                 t.copy_(s)

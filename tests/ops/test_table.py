@@ -36,7 +36,7 @@ def machine(monkeypatch, tmp_path):
         measured.append(op)
         return {f"{op}/train/fp32": [[10, "reference"]]}
 
-    monkeypatch.setattr(_measure, "measure", measure)
+    monkeypatch.setattr(_measure, "_measured", measure)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU 9000")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with fl.settings(cache=tmp_path, autotune=True):
@@ -154,7 +154,7 @@ def test_a_probe_that_fails_leaves_the_call_alone(machine, monkeypatch):
     def broken(op, device):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(_measure, "measure", broken)
+    monkeypatch.setattr(_measure, "_measured", broken)
     assert _table.choose("affine_act", [pretended()], "triton") == "triton"
     assert "measuring failed (RuntimeError: no compiler)" in _table.explain("affine_act")
 
