@@ -35,7 +35,7 @@ MARGIN = 1.03
 ROUNDS, CALLS = 7, 10
 EAGER_PASSES = {True: 8, False: 4}
 """About how often eager's ops read or write the tensor, with a backward and without."""
-SLACK = 8
+SLACK = 5
 """How much longer the device is busy with the products and convolutions beside such an op than with the op itself:
 meanwhile the host runs ahead, and what an op costs it is hidden."""
 

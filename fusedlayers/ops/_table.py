@@ -1,8 +1,9 @@
 """Which route pays, by op, device, direction, dtype and size: from a table, so that a call costs one lookup.
 
-A table comes from the first of these that has one: the file shipped for the device (`tables/<device>.json`), this
-machine's cache of earlier measurements, a measurement now (`_measure.py`, where `settings.autotune` allows it and
-nothing captures the stream). Else the op's own choice stands: a rule of thumb.
+What a device decides is in the file shipped for it (`tables/<device>.json`). What the host decides, the size up to
+which a call waits for it, differs from machine to machine: it comes from this machine's cache of earlier measurements,
+or from one now (`_measure.py`, where `settings.autotune` allows it and nothing captures the stream). Where either sends
+a size to another route, it goes there; else the op's own choice stands: a rule of thumb.
 
 A table maps `op/direction/dtype` to runs `[bits, route]`: tensors of up to `bits` bits of size (`numel.bit_length()`)
 take that route, `null` leaves it to the op. Only routes that compute the same up to rounding are ever exchanged.
@@ -27,7 +28,7 @@ TABLES = Path(__file__).parent / "tables"
 TRAIN, INFER = "train", "infer"
 _PLAIN = (Tensor, nn.Parameter)
 _BITS = 64
-LARGEST = 1 << 22
+LARGEST = 1 << 25
 """No tensor above this size is worth a measurement: the device is the limit there."""
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -117,21 +118,30 @@ def _resolve(op: str, x: Tensor) -> None:
     if not x.is_cuda:
         source = "the op's own rule: no measurements without a CUDA device"
     else:
+        if x.numel() > LARGEST:
+            return  # large enough that the device is the limit: the op's own rule, and no file read on each call
         name = torch.cuda.get_device_name(device)
         shipped = _shipped(name)
-        if shipped is not None:
-            found, source = shipped, f"the table shipped for {name}"
-        elif x.numel() > LARGEST:
-            return  # large enough that the device is the limit: the op's own rule, and no file read on each call
-        elif not settings.autotune:
-            source = f"the op's own rule: no table for {name}, and autotuning is off"
+        if not settings.autotune:
+            source = "the op's own rule: autotuning is off"
         else:
             from . import _measure
 
             found, source = _measure.look_up(op, x)
+        if shipped is not None and found is not None:
+            found, source = _joined(found, shipped), f"the table shipped for {name}, and {source}"
     if found is not None:  # else now is not the time, and a later call asks again
         _entries[op, device] = parse(op, found)
         _sources[op, device] = source
+
+
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Both tables' runs; where both have some for a key, the first one's win at sizes that it sends elsewhere."""
+    joined = dict(second)
+    for key, runs in first.items():
+        dense = zip(_dense(runs), _dense(second.get(key, ())), strict=True)
+        joined[key] = [[bits, one or other] for bits, (one, other) in enumerate(dense)]
+    return joined
 
 
 @functools.lru_cache(maxsize=16)

@@ -117,7 +117,7 @@ def test_nothing_is_measured_where_it_must_not_be(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert _table.choose("affine_act", [pretended()], "triton") == "triton"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert _table.choose("affine_act", [pretended(1 << 25)], "triton") == "triton"
+    assert _table.choose("affine_act", [pretended(1 << 26)], "triton") == "triton"
     assert _table.choose("op_without_probe", [pretended()], "library") == "library"
     with fl.settings(autotune=False):
         assert _table.choose("layer_norm", [pretended()], "triton") == "triton"
@@ -128,12 +128,20 @@ def test_nothing_is_measured_where_it_must_not_be(machine, monkeypatch):
     assert machine.measured == ["affine_act"]
 
 
-def test_a_shipped_table_comes_first(machine, monkeypatch):
-    monkeypatch.setattr(_table, "_shipped", lambda name: {"affine_act/train/fp32": [[4, "reference"]]})
+def test_a_shipped_table_and_the_machines_own_measurement_both_count(machine, monkeypatch):
+    shipped = {"affine_act/train/fp32": [[4, "reference"], [12, None], [14, "reference"]],
+               "affine_act/infer/fp32": [[4, "reference"]]}  # fmt: skip
+    monkeypatch.setattr(_table, "_shipped", lambda name: shipped)
     monkeypatch.setattr(_table._shipped, "cache_clear", lambda: None, raising=False)
-    assert _table.choose("affine_act", [pretended(512)], "triton") == "triton"
-    assert _table.choose("affine_act", [pretended(8)], "triton") == "reference"
-    assert machine.measured == [] and "shipped for Some GPU 9000" in _table.explain("affine_act")
+    sizes = {8: "reference", 512: "reference", 2048: "triton", 9000: "reference", 20000: "triton"}
+    for numel, expected in sizes.items():
+        assert _table.choose("affine_act", [pretended(numel)], "triton") == expected
+    assert _table.choose("affine_act", [pretended(8, grad=False)], "triton") == "reference"
+    assert machine.measured == ["affine_act"] and "shipped for Some GPU 9000, and a mea" in _table.explain("affine_act")
+    _table.forget()
+    with fl.settings(autotune=False):
+        assert _table.choose("affine_act", [pretended(512)], "triton") == "triton"
+        assert _table.choose("affine_act", [pretended(8)], "triton") == "reference"
 
 
 def test_a_report_says_how_routes_are_chosen(machine, monkeypatch):
