@@ -26,7 +26,7 @@ def act_bias_backward(
     g_ptr, kept_ptr, dz_ptr, h_ptr, partial_ptr, M, N, g_m, g_n, rows_per_block,
     CT: tl.constexpr, ACT: tl.constexpr, GRAD: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
     HAS_ACT: tl.constexpr, NEED_DZ: tl.constexpr, NEED_H: tl.constexpr, NEED_DB: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Blocks (cdiv(M, rows_per_block) * cdiv(N, BN)): each walks `rows_per_block` rows of its BN columns.
 
@@ -41,7 +41,7 @@ def act_bias_backward(
     total = tl.zeros((BM, BN), dtype=CT)
     begin = pid_m * rows_per_block
     end = tl.minimum(begin + rows_per_block, M)
-    for start in range(begin, end, BM):
+    for start in tl.range(begin, end, BM, num_stages=STAGES):
         m = start + tl.arange(0, BM)
         inside = (m < end)[:, None] & in_n[None, :]
         at = m[:, None] * N + n[None, :]

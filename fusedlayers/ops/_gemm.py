@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -188,10 +189,11 @@ def _backward_launch(
     rest = (
         M, N, *g_stride, per_block, triton_dtype(compute_dtype(dtype)), device_act.value(act, dtype),
         device_act.gradient(act, dtype), *device_act.constants(act), kept_dtype is not None, need_dz, need_h, need_db,
-        *tile,
+        *tile, SUMS.stages if need_db else 1,
     )  # fmt: skip
     # g, kept, dz, h, partial, db, None
-    steps = [(launch.Launch(load("act_bias").act_bias_backward, grid, rest), (0, 1, 2, 3, 4), False)]
+    warps = SUMS.warps if need_db else 4
+    steps = [(launch.Launch(load("act_bias").act_bias_backward, grid, rest, warps), (0, 1, 2, 3, 4), False)]
     if need_db:
         steps.append((load("reduce").finisher(blocks, N, compute_dtype(dtype), db_dtype, None), (4, 5, 6), False))
     return launch.Chain(*steps), blocks
@@ -216,18 +218,32 @@ def weight_grad(dz: Tensor, x: Tensor, weight_stride: tuple[int, int] | None = N
     return torch.mm(dz.t(), x)
 
 
-def pass_tile(M: int, N: int, sums: bool) -> tuple[tuple[int], tuple[int, int], int, int]:
-    """Grid, tile, rows a block walks and blocks along M of a backward pass.
+@dataclass(frozen=True)
+class Pass:
+    """How a backward pass with sums walks (M, N): tiles of `elements`, `columns` wide, by `blocks` blocks.
 
-    With sums: eight blocks on each of 132 multiprocessors. Fewer would leave the memory idle while they compute; more
-    would leave the second stage more to read.
+    Eight blocks on each of 132 multiprocessors: fewer would leave the memory idle while they compute, more would leave
+    the second stage more to read. `stages`: tiles in flight.
     """
-    wide = min(next_power_of_2(N), 128 if sums else 1024)
-    tall = max(1, min(next_power_of_2(M), (2048 if sums else 1024) // wide))
+
+    elements: int = 2048
+    columns: int = 128
+    blocks: int = 1056
+    warps: int = 4
+    stages: int = 1
+
+
+SUMS = Pass()
+
+
+def pass_tile(M: int, N: int, sums: bool) -> tuple[tuple[int], tuple[int, int], int, int]:
+    """Grid, tile, rows a block walks and blocks along M of a backward pass."""
+    wide = min(next_power_of_2(N), SUMS.columns if sums else 1024)
+    tall = max(1, min(next_power_of_2(M), (SUMS.elements if sums else 1024) // wide))
     across = cdiv(N, wide)
     blocks = cdiv(M, tall)
     if sums:
-        blocks = max(1, min(blocks, 1056 // across))
+        blocks = max(1, min(blocks, SUMS.blocks // across))
     per_block = cdiv(cdiv(M, blocks), tall) * tall
     blocks = cdiv(M, per_block)
     return (blocks * across,), (tall, wide), per_block, blocks

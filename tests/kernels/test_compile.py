@@ -56,7 +56,7 @@ def act_bias() -> Iterator[Entry]:
     for need_h in (False, True):
         constants = {
             **common, "GRAD": act.gradient(get("gelu")), "HAS_ACT": True, "NEED_DZ": True, "NEED_H": need_h,
-            "NEED_DB": True, "BM": 8, "BN": 256,
+            "NEED_DB": True, "BM": 8, "BN": 256, "STAGES": 2,
         }  # fmt: skip
         h = "*bf16" if need_h else None
         signature = ("*bf16", "*bf16", "*bf16", h, "*fp32", "i32", "i32", "i32", 1, "i32")
