@@ -156,6 +156,15 @@ def read(found: Read, names: Names) -> Guard | None:
         )
     if found.kind == "type":
         return Guard(f"type({owner}) is {names.bind(found.value, 'type')}", f"{where} has been replaced")
+    if found.kind == "global":
+        missing, (first, *rest) = names.bind(_MISSING, "missing"), found.value.chain
+        holder = names.bind(found.value.owner, "globals")
+        held = f"{holder}.get({first!r}, {missing})"
+        if not isinstance(found.value.owner, dict):
+            held = f"getattr({holder}, {first!r}, {missing})"
+        for name in rest:
+            held = f"getattr({held}, {name!r}, {missing})"
+        return Guard(_same(held, found.value.value, names), f"the global {found.name} has changed")
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 import sys
 from typing import Any
@@ -17,7 +18,7 @@ def written(given: Any, value: Any) -> bool:
         return True
     if isinstance(given, dict):
         return given.keys() != value.keys() or any(written(given[k], v) for k, v in value.items())
-    if isinstance(given, (list, tuple)):
+    if isinstance(given, (list, tuple, collections.deque)):
         return len(given) != len(value) or any(written(g, v) for g, v in zip(given, value, strict=True))
     return given != value if isinstance(given, (set, frozenset)) else given is not value and not plain(given)
 

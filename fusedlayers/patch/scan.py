@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -16,6 +17,7 @@ AMBIENT = {
     "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled",
     "get_autocast_dtype", "get_autocast_gpu_dtype", "is_compiling", "is_dynamo_compiling", "is_torchdynamo_compiling",
     "is_exporting", "is_tracing", "is_torch_fx_proxy", "is_fx_tracing", "is_in_onnx_export", "environ", "getenv",
+    "get_default_dtype", "get_default_device", "get_num_threads",
     "set_grad_enabled", "manual_seed", "set_rng_state", "get_rng_state", "is_tensor", "is_tensor_like",
     "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic", "_getframe", "currentframe",
 }  # fmt: skip
@@ -41,14 +43,16 @@ class Scan:
     """`**kwargs` is only ever passed on, never looked into."""
     refused: str | None = None
     globals_read: set[str] = field(default_factory=set)
+    chains: set[tuple[str, ...]] = field(default_factory=set)
+    """Globals that are read, with the attributes read of them: `config.flag` is `("config", "flag")`."""
 
 
 def scan(function: types.FunctionType) -> Scan:
-    return _scan(function.__code__)
+    return scan_code(function.__code__)
 
 
 @lru_cache(maxsize=4096)
-def _scan(code: types.CodeType) -> Scan:
+def scan_code(code: types.CodeType) -> Scan:
     found = Scan()
     arguments = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     varkw = _varkw(code)
@@ -74,6 +78,7 @@ def _scan(code: types.CodeType) -> Scan:
             found.refused = found.refused or "forward compares identities"
         elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             found.globals_read.add(name)
+            found.chains.add((name, *_attributes(steps, at + 1)))
             found.builtins |= {name} & ANSWERED
         elif varkw and step.opname.startswith("LOAD_FAST") and varkw in _names(step):
             after = steps[at + 1].opname if at + 1 < len(steps) else ""
@@ -95,10 +100,11 @@ def _scan(code: types.CodeType) -> Scan:
             found.none_tested_outside.add(tested)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            nested = _scan(inner)
+            nested = scan_code(inner)
             found.refused = found.refused or nested.refused
             found.builtins |= nested.builtins
             found.globals_read |= nested.globals_read
+            found.chains |= nested.chains
             for name in nested.none_tested_outside:
                 if name in arguments:
                     found.none_tested.add(name)
@@ -109,6 +115,13 @@ def _scan(code: types.CodeType) -> Scan:
             if varkw and varkw in inner.co_freevars:
                 found.splats_only = False
     return found
+
+
+def _attributes(steps: list[dis.Instruction], at: int) -> Iterator[str]:
+    """Names of the attributes read of what the step before `at` leaves."""
+    while at < len(steps) and steps[at].opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+        yield steps[at].argval
+        at += 1
 
 
 def _with_constant(steps: list[dis.Instruction], at: int) -> bool:

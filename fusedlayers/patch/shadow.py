@@ -54,12 +54,12 @@ def plain(value: Any) -> bool:
     return False
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     if type(value) in (list, set):
-        return type(value)(_copied(v) for v in value)
+        return type(value)(copied(v) for v in value)
     if type(value) in (tuple, frozenset):
-        return value if all(isinstance(v, ATOMS) for v in value) else type(value)(_copied(v) for v in value)
-    return {k: _copied(v) for k, v in value.items()} if type(value) is dict else value
+        return value if all(isinstance(v, ATOMS) for v in value) else type(value)(copied(v) for v in value)
+    return {k: copied(v) for k, v in value.items()} if type(value) is dict else value
 
 
 class _Shadow:
@@ -119,10 +119,12 @@ def _is_class_value(cls: type, name: str) -> bool:
 
 def _plain_read(session: Session, path: Path, name: str, value: Any) -> Any:
     if name == "training":
+        if path:  # a child's own flag, which may differ from that of the module
+            session.read(path, name, "value", value)
         return value
     if plain(value):
-        given = _copied(value)
-        session.read(path, name, "value", _copied(value))
+        given = copied(value)
+        session.read(path, name, "value", copied(value))
         if given is not value:
             session.lent.append((".".join((*path, name)), given, value))
         return given

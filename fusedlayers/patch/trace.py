@@ -7,6 +7,7 @@ costs only itself. `traces(module)` gives one trace per call form and mode: forw
 
 from __future__ import annotations
 
+import copy
 import dis
 import functools
 import inspect
@@ -29,6 +30,7 @@ from .decorators import forward_of
 from .outside import Outside, written
 from .scan import scan
 from .shadow import Path, Untraceable
+from .watch import CONTAINERS, Watch
 
 SPLAT = "**"
 """Name under which `**kwargs`, passed on unread, travels in node arguments."""
@@ -51,7 +53,7 @@ Form = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Read:
-    """Something a trace took for granted: `kind` is value, absent, none, tensor, child, keys or type."""
+    """Something a trace took for granted: `kind` is value, absent, none, tensor, child, keys, type or global."""
 
     path: Path
     name: str
@@ -139,6 +141,7 @@ class _Tracer(TracerBase):
         self.lent: list[tuple[str, Any, Any]] = []
         self.inline = inline
         self.helpers: set[Callable[..., Any]] = set()
+        self.watch = Watch(self._none_asked, lambda name, found: self.read((), name, "global", found))
 
     # what shadows report
 
@@ -170,13 +173,14 @@ class _Tracer(TracerBase):
             raise Untraceable(asked.refused)
         if function is not self.function and hasattr(function, "__wrapped__"):
             raise Untraceable(f"{function.__qualname__} is decorated")
+        self.watch.admit(function)
         names: dict[str, Any] = {}
         for name in asked.globals_read:
             helper = function.__globals__.get(name)
             if isinstance(helper, types.FunctionType) and not _is_torch(helper):
                 names[name] = self._helper(helper)
-            elif type(helper) in (list, dict, set):
-                names[name] = type(helper)(helper)
+            elif type(helper) in CONTAINERS:
+                names[name] = copy.copy(helper)
                 self.lent.append((name, names[name], helper))
         names.update({name: getattr(self, f"_{name}") for name in asked.builtins})
         local = function
@@ -394,8 +398,9 @@ def _trace(
     try:
         root = shadow.make(module, tracer, cls=cls)
         args, kwargs = _arguments(tracer, signature, form, scan(function).splats_only)
-        with _NoRealTensors():
-            result = tracer.method(function)(root, *args, **kwargs)
+        local = tracer.method(function)
+        with _NoRealTensors(), tracer.watch:
+            result = local(root, *args, **kwargs)
         tracer.create_node("output", "output", (tracer.create_arg(result),), {})
         before.check()
         for where, given, value in tracer.lent:

@@ -1,0 +1,172 @@
+"""Sees every Python function that runs while a forward is traced, however the forward came by it.
+
+A forward's own code and the helpers it names are read before they run (`scan`). What it reaches in another way (a
+function of another module, in a closure, a table or an attribute, a property, a method of some object) is read here, as
+its frame is entered: a question that only Python answers, a mode it sets or a counter it moves would be lost from the
+graph. So would a change of a global setting that code has read: these are noted, to be guarded on each call.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import random
+import sys
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .scan import AMBIENT, scan_code
+from .shadow import Untraceable, copied, plain
+
+CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_LIBRARIES = {"torch", "numpy", "fusedlayers", *sys.stdlib_module_names}
+_MODES = {"torch.autograd.grad_mode", "torch.amp.autocast_mode", "torch.utils._contextlib", "torch.random"}
+_CLOCKS = {f for f in vars(time).values() if isinstance(f, types.BuiltinFunctionType)}
+_WRITES = {"append", "appendleft", "extend", "insert", "remove", "add", "discard", "update", "setdefault", "popitem"}
+_WRITES |= {"pop", "popleft", "clear", "sort", "reverse", "rotate"}
+_OPAQUE = (type, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+@dataclass(frozen=True)
+class Global:
+    """A plain value that code found under `chain`, such as `("config", "flag")`, in `owner`."""
+
+    owner: Any
+    chain: tuple[str, ...]
+    value: Any
+
+    def __repr__(self) -> str:
+        return f"{'.'.join(self.chain)}={self.value!r}"
+
+
+class Watch:
+    """While entered, calls `none_asked` for each symbolic value that code compares with None, and `read` for each
+    global setting that code may read; raises `Untraceable` where a trace of that code could not be trusted."""
+
+    def __init__(self, none_asked: Callable[[Any], None], read: Callable[[str, Global], None]) -> None:
+        self.none_asked, self.read = none_asked, read
+        self.known: set[types.CodeType] = set()
+        """Code that was read before it ran."""
+        self.stopped: Exception | None = None
+
+    def __enter__(self) -> Watch:
+        self._before = sys.getprofile()
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if hasattr(self._before, "enable"):  # cProfile's, which is no function
+            self._before.enable()
+        else:
+            sys.setprofile(self._before)
+        if self.stopped is not None and error[1] is not self.stopped:  # something caught it
+            raise self.stopped
+
+    def admit(self, function: types.FunctionType) -> None:
+        """Notes a function whose code was read, and will be answered, before it runs."""
+        self.known.update(_nested(function.__code__))
+        self._globals(function.__code__, function.__globals__)
+
+    def _profile(self, frame: types.FrameType, event: str, called: Any) -> None:
+        try:
+            if event == "call":
+                self._entered(frame)
+            elif event == "c_call":
+                self._called(frame, called)
+        except Exception as error:
+            self.stopped = error
+            raise
+
+    def _entered(self, frame: types.FrameType) -> None:
+        code = frame.f_code
+        module = frame.f_globals.get("__name__") or ""
+        if code in self.known:
+            return
+        if module.partition(".")[0] in _LIBRARIES:
+            if module in _MODES:
+                raise Untraceable("forward runs code that sets a mode of autograd, autocast or a generator")
+            if module == "logging":
+                raise Untraceable("forward logs")
+            if code.co_name in AMBIENT and _is_users(frame.f_back):
+                raise Untraceable(f"forward asks {code.co_name}()")
+            return
+        if code.co_name in ("__getattr__", "__getattribute__"):
+            return
+        asked = scan_code(code)
+        building = code.co_name in ("__init__", "__post_init__") and (asked.refused or "").startswith("forward sets .")
+        if asked.refused and not building:
+            raise Untraceable(f"{asked.refused}, in {code.co_name}")
+        values = list(frame.f_locals.values()) if asked.builtins else ()
+        if any(isinstance(v, torch.fx.Proxy) for v in values):
+            raise Untraceable(f"forward hands a value to {code.co_name}, which asks {min(asked.builtins)}()")
+        for name in asked.none_tested:
+            self.none_asked(frame.f_locals.get(name))
+        self.known.update(_nested(code))
+        self._globals(code, frame.f_globals)
+
+    def _called(self, frame: types.FrameType, called: Any) -> None:
+        if not _is_users(frame):
+            return
+        name = getattr(called, "__name__", "")
+        if name in AMBIENT:
+            raise Untraceable(f"forward asks {name}()")
+        if called is warnings.warn:
+            raise Untraceable("forward warns")
+        if called in _CLOCKS:
+            raise Untraceable("forward reads the clock")
+        if isinstance(getattr(called, "__self__", None), random.Random) and called.__self__ is not random._inst:
+            raise Untraceable("forward draws random numbers in Python")
+
+    def _globals(self, code: types.CodeType, held: dict[str, Any]) -> None:
+        where = held.get("__name__") or ""
+        module = sys.modules.get(where)
+        owner = module if module is not None and vars(module) is held else held
+        for chain in scan_code(code).chains:
+            value = _reached(held, chain)
+            if chain[-1] in _WRITES and type(_reached(held, chain[:-1])) in CONTAINERS:
+                raise Untraceable(f"forward writes into {'.'.join(chain[:-1])}")
+            if isinstance(value, (Iterator, random.Random)) and not isinstance(value, types.ModuleType):
+                raise Untraceable(f"forward reads {'.'.join(chain)}, which moves on when it is read")
+            if plain(value) and not isinstance(value, _OPAQUE):
+                self.read(".".join((where, *chain)), Global(owner, chain, copied(value)))
+
+
+_NOTHING = object()
+
+
+def _reached(held: dict[str, Any], chain: tuple[str, ...]) -> Any:
+    """What `chain` names, found without running any code; an object that `plain` refuses when it is not a setting."""
+    value = held.get(chain[0], _NOTHING)
+    for name in chain[1:]:
+        if isinstance(value, types.ModuleType):
+            if value.__name__.partition(".")[0] in _LIBRARIES:
+                return _NOTHING
+            value = vars(value).get(name, _NOTHING)
+        elif isinstance(value, type):
+            if issubclass(value, enum.Enum) or value.__module__.partition(".")[0] in _LIBRARIES:
+                return _NOTHING
+            value = next((vars(c)[name] for c in value.__mro__ if name in vars(c)), _NOTHING)
+        elif isinstance(value, torch.nn.Module) or not hasattr(value, "__dict__"):
+            return _NOTHING
+        else:
+            own = vars(value)
+            value = own[name] if name in own else _reached({"": type(value)}, ("", name))
+    return value
+
+
+def _is_users(frame: types.FrameType | None) -> bool:
+    return frame is not None and (frame.f_globals.get("__name__") or "").partition(".")[0] not in _LIBRARIES
+
+
+@lru_cache(maxsize=4096)
+def _nested(code: types.CodeType) -> frozenset[types.CodeType]:
+    """A code object and all that are written inside it."""
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return frozenset({code}).union(*map(_nested, inner))
