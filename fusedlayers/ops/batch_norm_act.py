@@ -302,6 +302,8 @@ def _cached_call(
     C, count = shape[1], shape.numel()
     if training and count == C:
         return "one value per channel"
+    if eps < 0 or (training and eps == 0):
+        return "eps is not positive"
     vectors = weight, bias, mean, var
     if any(v is not None and v[1] != (C,) for v in vectors):
         return "a parameter or statistic is not one value per channel"

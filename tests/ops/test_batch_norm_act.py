@@ -320,6 +320,20 @@ def test_bad_input_raises_what_torch_raises(device):
             batch_norm_act(*args(), "relu", randn(4, 6, 2, device=device))
 
 
+@pytest.mark.parametrize(("training", "eps"), [(True, 0.0), (True, -1.0), (False, -1.0)])
+def test_an_eps_that_torch_refuses(training, eps, device):
+    args = randn(4, 6, device=device), torch.zeros(6, device=device), torch.ones(6, device=device), None, None
+    try:
+        F.batch_norm(*args, training, 0.1, eps)
+    except ValueError as expected:
+        with fl.settings(route="auto"), pytest.raises(ValueError) as raised:
+            batch_norm_act(*args, training, 0.1, eps)
+        assert str(raised.value) == str(expected)
+        assert torch.equal(args[1], torch.zeros_like(args[1]))
+    else:
+        pytest.skip("this torch computes with it")
+
+
 def test_empty_batch(device):
     x, weight = randn(0, 6, 3, device=device), randn(6, device=device)
     mean, var = torch.zeros(6, device=device), torch.ones(6, device=device)
