@@ -92,7 +92,12 @@ def run_explain(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     torch.manual_seed(args.seed)
-    model = build(args.model).to(args.device).train(not args.eval)
+    model = build(args.model)
+    try:
+        torch.empty(0, device=args.device)
+    except Exception as error:  # no such device, or none of it here
+        raise CommandError(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}") from error
+    model.to(args.device).train(not args.eval)
     inputs = [read_input(spec, args.device) for spec in args.input]
     fl.patch_model(model)
     try:
@@ -155,7 +160,12 @@ def _bench(argv: list[str]) -> int:
         bench = importlib.import_module("fusedlayers.bench")
     except ModuleNotFoundError as error:
         raise CommandError(f"bench needs {error.name}: pip install 'fusedlayers[bench]'") from error
-    return bench.main(argv) or OK
+    try:
+        return bench.main(argv) or OK
+    except SystemExit as stop:
+        if isinstance(stop.code, str):  # nothing could be run: no check has failed
+            raise CommandError(stop.code) from stop
+        raise
 
 
 if __name__ == "__main__":

@@ -50,7 +50,13 @@ class Settings:
     def __init__(self) -> None:
         env = os.environ
         self.__dict__.update(route="auto", dropout="eager", autotune=True, cache=_default_cache())
-        self._set(route=env.get("FUSEDLAYERS_ROUTE", "auto"), dropout=env.get("FUSEDLAYERS_DROPOUT", "eager"))
+        for name in ("route", "dropout"):
+            variable = f"FUSEDLAYERS_{name.upper()}"
+            if variable in env:
+                try:
+                    self._set(**{name: env[variable]})
+                except ValueError as error:
+                    raise ValueError(f"environment variable {variable}: {error}") from None
         self._set(autotune=env.get("FUSEDLAYERS_AUTOTUNE", "1").lower() not in ("0", "false", "off"))
 
     def __call__(self, **values: Any) -> _Restore:
@@ -67,6 +73,8 @@ class Settings:
                 _one_of(name, value, ROUTES)
             elif name == "dropout":
                 _one_of(name, value, DROPOUTS)
+            elif name == "autotune":
+                _one_of(name, value, (True, False))
             elif name not in self.__dict__:
                 raise TypeError(
                     f"settings() got an unknown setting {name!r} (known: {', '.join(sorted(self.__dict__))})"

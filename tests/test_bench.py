@@ -95,6 +95,13 @@ def test_unknown_names_are_errors(tmp_path):
         main(["ops", "--only", "nothing*"])
 
 
+def test_a_picture_without_matplotlib_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="--plot needs matplotlib"):
+        main(["ops", "--plot", "--json", str(tmp_path / "run.json")])
+    assert not (tmp_path / "run.json").exists()
+
+
 def test_models_are_trained_plain_and_patched(tmp_path):
     code, found = run(tmp_path, "models", "--peers", "eager", "--only", "mlp*")
     assert code == 0

@@ -94,6 +94,17 @@ def test_verify_without_a_fitting_input_says_so(capsys):
     assert "3x5" in capsys.readouterr().err
 
 
+def test_a_device_that_is_not_there_says_so(capsys):
+    for device in ("gpu", "cuda:999"):
+        assert main(["verify", f"{HERE}:mlp", "--device", device, "--input", "3x4"]) == 2
+        assert f"--device {device} cannot be used" in capsys.readouterr().err
+
+
+def test_a_bench_that_cannot_be_run_is_no_failed_check(capsys):
+    assert main(["bench", "ops", "--peers", "tvm"]) == 2
+    assert "unknown peers tvm" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("spec", "says"),
     [

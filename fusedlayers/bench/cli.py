@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = set(peers) - set(PEERS)
     if unknown:
         raise SystemExit(f"bench: unknown peers {', '.join(sorted(unknown))} (known: {', '.join(PEERS)})")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:  # said before anything is measured, not after
+        raise SystemExit("bench: --plot needs matplotlib: pip install 'fusedlayers[bench]'")
     try:
         with settings(route=args.route):
             if args.kind == "models":
@@ -102,7 +105,9 @@ def _public(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fusedlayers bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m fusedlayers bench", description="Measure ops, layers and models against their peers."
+    )
     parser.add_argument("kind", choices=("ops", "layers", "models"))
     parser.add_argument("--peers", default="eager,compile,liger", help="comma-separated: eager, compile, liger")
     parser.add_argument("--json", metavar="PATH", help="where the results go (default: benchmarks/results/<device>/)")

@@ -187,17 +187,24 @@ class _Reviving:
             warnings.warn(f"{site.name or 'the model'} ({original.__name__}) was loaded unpatched", stacklevel=3)
 
 
-def repatch(module: nn.Module, site: Site, rule_names: Iterable[str], found: Iterable[Found]) -> bool:
-    """Patches one module as it was where it was saved; False when its rules or its class no longer allow that."""
+def repatch(
+    module: nn.Module,
+    site: Site,
+    rule_names: Iterable[str],
+    found: Iterable[Found],
+    others: str = "was not fused where the model was saved",
+) -> bool:
+    """Fuses just these sites of one module again; False when its rules or its class no longer allow that.
+
+    `others` is the reason that the report gives for its other sites.
+    """
     from . import analysis, rule
 
     known = rule.rules()
     chosen = [known[name] for name in rule_names if name in known]
     wanted = {(f.rule, f.members) for f in found}
     try:
-        rewritten = analysis.one(
-            module, chosen, lambda members, name: None if (name, members) in wanted else "not saved so"
-        )
+        rewritten = analysis.one(module, chosen, lambda members, name: None if (name, members) in wanted else others)
         if rewritten is None or not rewritten.fused:
             return False
         swap(module, patched_class(type(module), rewritten, rule_names, site.routes), site)

@@ -40,7 +40,7 @@ def _covered(name: str, matched: set[str]) -> bool:
 def _matched(option: str, wanted: Filter, modules: dict[str, nn.Module]) -> set[str]:
     if callable(wanted):
         return {name for name, module in modules.items() if wanted(name, module)}
-    globs = [wanted] if isinstance(wanted, str) else list(wanted or ())
+    globs = wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str) else [wanted]
     found: set[str] = set()
     for glob in globs:
         if not isinstance(glob, str):

@@ -207,24 +207,29 @@ def _decide(module: nn.Module, call: _Call, rewind: Callable[[], None]) -> tuple
     medians = [statistics.median(t) for t in times]
     if len(sites) == 1:
         slower = _slower(fused, original)
-        return [_Decision(sites[0], not slower, _why(medians[0], medians[1]), medians[0], medians[1])], routes
+        why = _why(medians[0], medians[1], not slower)
+        return [_Decision(sites[0], not slower, why, medians[0], medians[1])], routes
     decisions = []
-    for f, without, median in zip(sites, times[2:], medians[2:], strict=True):
-        slower = variants[2 + len(decisions)] is not cls and _slower(fused, without)
-        decisions.append(_Decision(f, not slower, _why(medians[0], median), medians[0], median))
+    for f, variant, without, median in zip(sites, variants[2:], times[2:], medians[2:], strict=True):
+        if variant is cls:  # a layer that two sites share: neither can be undone without the other
+            decisions.append(_Decision(f, True, "not timed by itself, another site has the same members"))
+            continue
+        slower = _slower(fused, without)
+        decisions.append(_Decision(f, not slower, _why(medians[0], median, not slower), medians[0], median))
     left = [d.found for d in decisions if d.kept]
     if left and len(left) < len(sites):  # together they may cost what none of them costs alone
         fused = _times([_as(module, _without(module, [f for f in sites if f not in left], sites), site, call)])[0]
         rewind()
     if left and _slower(fused, original):
-        reason = f"together slower than the original module: {_why(statistics.median(fused), medians[1])}"
+        reason = f"together slower than the original module: {_why(statistics.median(fused), medians[1], False)}"
         decisions = [_Decision(d.found, False, reason, d.fused_ms, medians[1]) for d in decisions]
     return decisions, routes
 
 
-def _why(fused_ms: float, other_ms: float) -> str:
+def _why(fused_ms: float, other_ms: float, kept: bool) -> str:
     ratio = other_ms / fused_ms
-    return f"{ratio:.2f} times as fast as without it ({fused_ms:.3g} against {other_ms:.3g} ms)"
+    doubt = "; its best time is no slower" if kept and ratio * MARGIN < 1 else ""
+    return f"{ratio:.2f} times as fast as without it ({fused_ms:.3g} against {other_ms:.3g} ms){doubt}"
 
 
 def _slower(fused: Sequence[float], other: Sequence[float]) -> bool:
@@ -237,7 +242,7 @@ def _without(module: nn.Module, dropped: Sequence[Found], sites: Sequence[Found]
     cls, site = type(module), module.__dict__[STATE]
     apply.restore(module)
     try:
-        if left and apply.repatch(module, site, vars(cls)[MARK].rules, left):
+        if left and apply.repatch(module, site, vars(cls)[MARK].rules, left, "undone by tune"):
             return type(module)
         return None
     finally:

@@ -97,10 +97,12 @@ class VerifyReport:
         kinds = Counter(c.kind for c in self.comparisons)
         share = ", ".join(f"{n} {kind}s" for kind, n in kinds.items())
         lines = [
-            f"{state}; {self.sites} patched modules, {share}, against {self.reference}; worst: {self.worst or '-'}"
+            f"{state}; {self.sites} patched modules, {share}, against {self.reference}; worst: {self.worst or '(root)'}"
         ]
         for c in (off or self.comparisons)[:8]:
             detail = c.note or f"error {c.error:.2e}, eager's {c.eager_error:.2e}, allowed {c.allowed:.2e}"
+            if c.ok and not _tells(c.kind, c.eager_error):
+                detail += " (zero but for rounding)"
             lines.append(f"  {c.kind:<18} {c.name or '(root)':<40} {detail}")
         for name, reasons in self.fallbacks.items():
             lines += [f"  ran unfused        {name or '(root)':<40} {why}" for why in reasons]

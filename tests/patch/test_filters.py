@@ -77,6 +77,8 @@ def test_a_typo_is_an_error_that_names_the_nearest(call, options, message):
 def test_filters_of_the_wrong_kind():
     with pytest.raises(TypeError, match="include takes globs"):
         fl.patch_model(network(), include=[3])
+    with pytest.raises(TypeError, match="exclude takes globs"):
+        fl.patch_model(network(), exclude=3)
 
 
 def test_rules_by_name():

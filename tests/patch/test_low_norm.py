@@ -556,3 +556,11 @@ def test_a_product_that_comes_to_an_untraceable_forward_later():
     found.reader.other = linear()
     assert first_input(found) == [torch.float32]
     assert "norm_for_product" not in rules(patched(model(block(untraceable, fc=linear(), other=nn.Tanh()))))
+
+
+def test_meta_tensors_which_have_no_autocast():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).to("meta")
+    x = ROWS.to("meta")
+    expected = model(x)
+    assert [r.rule for r in fl.explain(fl.patch_model(model, on_fallback="raise")).fused] == ["norm_for_product"]
+    assert model(x).shape == expected.shape and model(x).is_meta

@@ -81,7 +81,34 @@ def test_what_pays_is_kept_and_what_does_not_is_undone(net, times):
     assert reasons["head.0"].startswith("0.90 times as fast")
     assert reasons["first.a"].startswith("1.25 times as fast") and "did not run" in reasons["unused.0"]
     assert set(report.step_ms) == {"original", "patched", "tuned"}
+    skipped = {r.name: r.reason for r in fl.explain(net).skipped}
+    assert skipped["first.b"] == "undone by tune"
     assert str(report).startswith("3 of 6 fused sites kept") and json.dumps(report.to_dict())
+
+
+def test_sites_that_share_a_layer_are_not_timed_one_by_one(times):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.1)
+
+        def forward(self, x):
+            x = x + self.drop(self.a(x))
+            return x + self.drop(self.b(x))
+
+    times.update(pair=[2.0, 3.0, 1.0, 1.0])
+    report = tune(patch_model(Twice(), on_fallback="raise"), torch.randn(4, 8))
+    assert [r.rule for r in report] == ["scale_residual"] * 2 and len(report.kept) == 2
+    assert {r.reason for r in report} == {"not timed by itself, another site has the same members"}
+
+
+def test_a_site_slower_only_by_its_median_says_why_it_stays(net, times, monkeypatch):
+    def scripted(calls):
+        return [[1.0, 2.0, 2.0], *([[1.0, 1.0, 1.0]] * (len(calls) - 1))]
+
+    monkeypatch.setattr(tuning, "_times", scripted)
+    kept = {r.name: r.reason for r in tune(net, torch.randn(4, 8)).kept}
+    assert kept["head.0"].startswith("0.50 times as fast") and kept["head.0"].endswith("its best time is no slower")
 
 
 def test_alike_modules_are_timed_once(net, times):

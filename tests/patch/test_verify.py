@@ -311,6 +311,19 @@ def test_steady_models_run_no_more_often_than_needed():
     assert fl.verify(model.train(), X) and len(calls) == 4, "and once recorded"
 
 
+def test_a_gradient_that_is_zero_but_for_rounding_is_said_to_be():
+    model = fl.patch_model(nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU()))
+    report = fl.verify(model, torch.randn(32, 64))
+    assert report and [c.name for c in report.comparisons if c.eager_error > 0.5] == ["0.bias"]
+    lines = str(report).splitlines()
+    assert [line.split()[2] for line in lines if line.endswith("(zero but for rounding)")] == ["0.bias"]
+
+
+def test_the_model_itself_may_be_the_worst():
+    report = fl.verify(fl.patch_model(nn.Sequential(nn.Linear(8, 8), nn.Tanh())), X, backward=False)
+    assert report.worst == "" and "worst: (root)" in str(report)
+
+
 def test_the_report_is_json():
     data = json.loads(json.dumps(fl.verify(fl.patch_model(network()), X).to_dict()))
     assert data["ok"] is True and data["reference"] == "float64" and len(data["comparisons"]) > 10

@@ -73,7 +73,7 @@ def add_low_written_norm(
 def _product_dtype(module: nn.Module, held: Held, *tensors: Tensor) -> torch.dtype | None:
     """What autocast casts these down to for a product; None where it does not, or something else reads them now."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # torch knows no autocast of meta tensors
         return None
     low = torch.get_autocast_dtype(device)
     if not all(t.dtype in (torch.float32, low) for t in tensors):
