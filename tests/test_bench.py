@@ -93,6 +93,8 @@ def test_unknown_names_are_errors(tmp_path):
         main(["ops", "--peers", "tvm"])
     with pytest.raises(SystemExit, match="no case matches"):
         main(["ops", "--only", "nothing*"])
+    with pytest.raises(SystemExit, match="no case matches"):
+        main(["models", "--only", "nothing*", "--json", str(tmp_path / "run.json")])
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_runs(tmp_path, monkeypatch):

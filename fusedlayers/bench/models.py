@@ -42,6 +42,8 @@ def main(args: argparse.Namespace, peers: Sequence[str], device: str, budget: Bu
         print(one_line(result), flush=True)
 
     chosen = [w for w in workloads() if fnmatch.fnmatch(w.name, args.only)]
+    if not chosen and args.only not in ("first-step", "lengths"):
+        raise SystemExit(f"bench: no case matches {args.only!r}")
     passes = {}
     if "eager" in peers:
         passes["eager"] = ("eager", "patched")

@@ -108,8 +108,15 @@ def _require_all(saved: PatchPlan, model: nn.Module, planned: list[analysis.Plan
                 fused.setdefault(record.name, set()).add(record.rule)
     missing = saved.missing(fused)
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(f"the plan does not fit this model: it has no site {', '.join(missing[:3])}{more}")
+        raise ValueError(f"the plan does not fit this model: it has no site {_few(missing)}")
+    records = [analysis.record(container, f) for container, found in already for f in found if f.status != "skipped"]
+    extra = [f"{r.name} ({r.rule})" for r in records if saved.reason(r.name, r.rule)]
+    if extra:
+        raise ValueError(f"the plan does not fit this model, unpatch it first: already fused are {_few(extra)}")
+
+
+def _few(sites: list[str]) -> str:
+    return ", ".join(sites[:3]) + (f" and {len(sites) - 3} more" if len(sites) > 3 else "")
 
 
 def _give_up(item: analysis.Planned, reason: str) -> None:

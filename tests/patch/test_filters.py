@@ -98,6 +98,11 @@ def test_a_saved_plan_is_repeated_exactly(tmp_path):
 def test_a_plan_that_does_not_fit_is_an_error():
     with pytest.raises(ValueError, match=r"the plan does not fit this model: it has no site 2.fc9 \(linear_act\)"):
         fl.patch_model(network(), plan=PatchPlan({"2.fc9": ["linear_act"]}))
+    patched = fl.patch_model(network())
+    with pytest.raises(ValueError, match=r"unpatch it first: already fused are .*2.fc2 \(linear_act\)"):
+        fl.patch_model(patched, plan=PatchPlan({"0": ["linear_act"]}))
+    again = PatchPlan({r.name: [r.rule] for r in fl.explain(patched).fused})
+    assert fl.patch_model(patched, plan=again) is patched
     with pytest.raises(ValueError, match="a plan has 'sites'"):
         fl.patch_model(network(), plan={"site": {}})
     with pytest.raises(ValueError, match="version 99"):
