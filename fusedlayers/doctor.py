@@ -102,10 +102,19 @@ def _compiler() -> Finding:
 
 
 def _routes() -> list[Finding]:
-    """Which route a plain call takes here, by device."""
+    """Which route a plain call takes here, by device; a route that is forced and can run on none is a fault."""
     found = []
-    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+    devices = ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
+    for device in devices:
         why = _route.obstacle([torch.empty(1, device=device)]) or kernels.unavailable()
+        if settings.route == "reference":
+            found.append(Finding(f"route on {device}", "plain PyTorch: route 'reference' is forced", None))
+            continue
+        if settings.route == "triton":
+            about = f"calls raise: route 'triton' is forced and cannot run: {why}" if why else "Triton: it is forced"
+            here = device == devices[-1]  # beside a GPU, tensors on the CPU may be of no interest
+            found.append(Finding(f"route on {device}", about, (False if here else None) if why else True))
+            continue
         about = f"plain PyTorch: {why}" if why else "Triton, the vendor's library or plain PyTorch, by what is faster"
         found.append(Finding(f"route on {device}", about, None if why else True))
     return found

@@ -153,6 +153,16 @@ def test_doctor_fails_where_a_kernel_should_run_and_does_not(monkeypatch):
     assert not report and "FAIL  a kernel" in str(report)
 
 
+def test_doctor_fails_where_a_forced_route_makes_every_call_raise(monkeypatch):
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor.kernels, "unavailable", lambda: "Triton cannot be imported")
+    with fl.settings(route="triton"):
+        report = doctor.examine()
+    assert not report and "FAIL  route on cpu" in str(report) and "route 'triton' is forced" in str(report)
+    with fl.settings(route="reference"):
+        assert doctor.examine()
+
+
 def test_doctor_without_triton_is_in_order(monkeypatch):
     monkeypatch.setattr(doctor.kernels, "unavailable", lambda: "Triton cannot be imported")
     report = doctor.examine()
