@@ -35,8 +35,8 @@ class Settings:
     (`FUSEDLAYERS_ROUTE`, `FUSEDLAYERS_DROPOUT`, `FUSEDLAYERS_AUTOTUNE`, `FUSEDLAYERS_CACHE`) give the defaults.
 
     Attributes:
-        route: `"auto"`, `"reference"` (plain PyTorch), `"library"` (vendor epilogues) or `"triton"`. A forced route
-            raises where it cannot run.
+        route: `"auto"`, `"reference"` (plain PyTorch), `"library"` (vendor epilogues where there are any, else plain
+            PyTorch) or `"triton"`, which raises where it cannot run.
         dropout: `"eager"` draws the very mask `F.dropout` would have drawn; `"fast"` may draw its own.
         autotune: whether a route may be chosen by measuring once on this device.
         cache: folder where measurements are kept.
