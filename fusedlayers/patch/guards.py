@@ -59,6 +59,15 @@ def _overrides(cls: type) -> bool:
 
 
 _overrides._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, as below
+
+
+def _unpatched(cls: type) -> type:
+    """The class that a patched one stands in for; what it asks of another class is what it asked of its own."""
+    info = vars(cls).get(MARK)
+    return info.original if info is not None else cls
+
+
+_unpatched._dynamo_marked_constant = True
 _NO_OTHER = PLAIN | {type(None)}
 """Absent too: in replicas of `nn.DataParallel` and under FSDP a weight is an ordinary attribute."""
 
@@ -155,7 +164,9 @@ def read(found: Read, names: Names) -> Guard | None:
             f"tuple({owner}._modules) == {keys}", f"children of {'.'.join(found.path) or 'the module'} have changed"
         )
     if found.kind == "type":
-        return Guard(f"type({owner}) is {names.bind(found.value, 'type')}", f"{where} has been replaced")
+        kind, unpatched = names.bind(found.value, "type"), names.bind(_unpatched)
+        where = ".".join(found.path)
+        return Guard(f"type({owner}) is {kind} or {unpatched}(type({owner})) is {kind}", f"{where} has been replaced")
     if found.kind == "global":
         missing, (first, *rest) = names.bind(_MISSING, "missing"), found.value.chain
         holder = names.bind(found.value.owner, "globals")

@@ -9,6 +9,7 @@ is replaced, so other threads and other models notice nothing.
 from __future__ import annotations
 
 import enum
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -74,6 +75,8 @@ class _Shadow:
         session, path = own[STATE]
         if name == "__class__":
             return type(self).__bases__[1]
+        if name == "__dict__" and _asked_by_user():
+            raise Untraceable("forward looks into __dict__")
         if name in own:
             value = own[name]
             return value if name in _INTERNAL or name == "__dict__" else _plain_read(session, path, name, value)
@@ -107,6 +110,13 @@ class _Shadow:
         if not path:
             raise Untraceable("forward calls itself")
         return session.call(self, path, args, kwargs)
+
+
+def _asked_by_user() -> bool:
+    """Whether neither torch nor a `__getattr__` is what called the caller."""
+    frame = sys._getframe(2)
+    library = (frame.f_globals.get("__name__") or "").partition(".")[0] in ("torch", "fusedlayers")
+    return not library and frame.f_code.co_name not in ("__getattr__", "__getattribute__")
 
 
 def _is_class_value(cls: type, name: str) -> bool:
@@ -252,3 +262,14 @@ def path_of(shadow: Any) -> Path:
 
 def is_shadow(value: Any) -> bool:
     return isinstance(value, _Shadow) if type(value).__mro__[1:2] == (_Shadow,) else False
+
+
+def written(shadow: Any, module: nn.Module) -> str | None:
+    """The first attribute of `module`, or of a child that was read, which code gave its shadow behind its back."""
+    own = object.__getattribute__(shadow, "__dict__")
+    given = {"_modules", "_parameters", "_buffers", "training", STATE}
+    names = (own.keys() | module.__dict__.keys()) - given
+    for name in sorted(n for n in names if own.get(n, own) is not module.__dict__.get(n, own)):
+        return ".".join((*own[STATE][1], name))
+    made = own["_modules"].made.items()
+    return next((found for name, child in made if (found := written(child, module._modules[name]))), None)

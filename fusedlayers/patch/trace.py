@@ -403,6 +403,8 @@ def _trace(
             result = local(root, *args, **kwargs)
         tracer.create_node("output", "output", (tracer.create_arg(result),), {})
         before.check()
+        if (name := shadow.written(root, module)) is not None:
+            raise Untraceable(f"forward sets self.{name}")
         for where, given, value in tracer.lent:
             if written(given, value):
                 raise Untraceable(f"forward writes into {where}")

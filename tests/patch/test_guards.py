@@ -207,3 +207,25 @@ def test_a_copy_counts_for_itself():
     copy(X)
     assert sum(fl.explain(model).fallbacks["2"].values()) == 1
     assert sum(fl.explain(copy).fallbacks["2"].values()) == 2
+
+
+def test_a_child_whose_class_is_asked_about_and_that_is_patched_itself():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2))
+            self.fc, self.act = nn.Linear(4, 4), nn.ReLU()
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x) if isinstance(layer, nn.Sequential) else -x
+            return self.act(self.fc(x))
+
+    original = Net()
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    assert_same(patched, original, torch.randn(3, 4))
+    assert torch.compile(patched, backend="eager", fullgraph=True)(torch.ones(3, 4)).shape == (3, 4)
+    for model in (original, patched):
+        model.layers[1] = nn.ReLU()
+    with pytest.raises(FallbackError, match=r"layers\.1 has been replaced"):
+        patched(torch.randn(3, 4))

@@ -285,3 +285,30 @@ def test_a_profiler_keeps_profiling():
         fl.explain(net(_flag))
         abs(-1)
     assert any("abs" in str(row.code) for row in profile.getstats())
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda self: self.__dict__.update(seen=1),
+        lambda self: vars(self).__setitem__("seen", 1),
+        lambda self: object.__setattr__(self, "seen", 1),
+        lambda self: object.__setattr__(self.fc, "seen", 1),
+    ],
+)
+def test_attributes_set_behind_the_back(write):
+    def forward(self, x):
+        write(self)
+        return self.act(self.fc(x))
+
+    model = fl.patch_model(net(forward), on_fallback="ignore")
+    model(torch.ones(3, 4))
+    assert [m.seen for m in model.modules() if "seen" in m.__dict__] == [1]
+
+
+def test_an_attribute_read_from_the_dict():
+    original = net(lambda self, x: self.act(self.fc(x)) * (2 if "later" in self.__dict__ else 1))
+    patched = fl.patch_model(twin(original), on_fallback="ignore")
+    for model in (original, patched):
+        model.later = True
+    same(patched, original)
