@@ -167,6 +167,10 @@ def read(found: Read, names: Names) -> Guard | None:
         kind, unpatched = names.bind(found.value, "type"), names.bind(_unpatched)
         where = ".".join(found.path)
         return Guard(f"type({owner}) is {kind} or {unpatched}(type({owner})) is {kind}", f"{where} has been replaced")
+    if found.kind == "method":
+        function = names.bind(found.value, found.name)
+        same = f"getattr(type({owner}), {found.name!r}, None) is {function}"
+        return Guard(f"{same} and {found.name!r} not in {owner}.__dict__", f"{where} has been replaced")
     if found.kind == "global":
         missing, (first, *rest) = names.bind(_MISSING, "missing"), found.value.chain
         holder = names.bind(found.value.owner, "globals")

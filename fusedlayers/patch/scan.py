@@ -45,6 +45,9 @@ class Scan:
     globals_read: set[str] = field(default_factory=set)
     chains: set[tuple[str, ...]] = field(default_factory=set)
     """Globals that are read, with the attributes read of them: `config.flag` is `("config", "flag")`."""
+    local_chains: set[tuple[str, ...]] = field(default_factory=set)
+    """Likewise of arguments and of an enclosing function's variables."""
+    imports: set[str] = field(default_factory=set)
 
 
 def scan(function: types.FunctionType) -> Scan:
@@ -70,6 +73,10 @@ def scan_code(code: types.CodeType) -> Scan:
             found.refused = f"forward asks {name}()"
         elif step.opname.startswith(("STORE_GLOBAL", "DELETE_GLOBAL")):
             found.refused = f"forward writes the global {name}"
+        elif step.opname.startswith(("STORE_DEREF", "DELETE_DEREF")) and name in code.co_freevars:
+            found.refused = found.refused or f"forward writes {name} of an enclosing function"
+        elif step.opname == "IMPORT_NAME":
+            found.imports.add(name)
         elif step.opname.startswith("STORE_ATTR"):
             found.refused = found.refused or f"forward sets .{name}"
         elif step.opname in _HANDLERS:
@@ -83,6 +90,10 @@ def scan_code(code: types.CodeType) -> Scan:
         elif varkw and step.opname.startswith("LOAD_FAST") and varkw in _names(step):
             after = steps[at + 1].opname if at + 1 < len(steps) else ""
             found.splats_only &= after.startswith(("DICT_MERGE", "CALL_FUNCTION_EX")) and step.argval == varkw
+        if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
+            root = _names(step)[-1]
+            if root in code.co_freevars or (root in arguments and root not in stores):
+                found.local_chains.add((root, *_attributes(steps, at + 1)))
         tested = _none_test(steps, at)
         if tested is None:
             continue
@@ -105,6 +116,10 @@ def scan_code(code: types.CodeType) -> Scan:
             found.builtins |= nested.builtins
             found.globals_read |= nested.globals_read
             found.chains |= nested.chains
+            found.local_chains |= {
+                c for c in nested.local_chains if c[0] in inner.co_freevars and c[0] in code.co_freevars
+            }
+            found.imports |= nested.imports
             for name in nested.none_tested_outside:
                 if name in arguments:
                     found.none_tested.add(name)

@@ -84,6 +84,7 @@ class _Shadow:
         if isinstance(value, types.FunctionType):  # a static method
             return session.method(value)
         if isinstance(value, types.MethodType) and value.__self__ is self and not hasattr(nn.Module, name):
+            session.read(path, name, "method", value.__func__)
             return types.MethodType(session.method(value.__func__), self)
         if name == "forward" and isinstance(value, types.MethodType):
             return types.MethodType(session.method(value.__func__), self)

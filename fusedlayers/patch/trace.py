@@ -53,7 +53,7 @@ Form = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Read:
-    """Something a trace took for granted: `kind` is value, absent, none, tensor, child, keys, type or global."""
+    """Something a trace took for granted: `kind` is value, absent, none, tensor, child, keys, type, method, global."""
 
     path: Path
     name: str

@@ -9,6 +9,7 @@ graph. So would a change of a global setting that code has read: these are noted
 from __future__ import annotations
 
 import collections
+import contextvars
 import enum
 import random
 import sys
@@ -73,6 +74,10 @@ class Watch:
         """Notes a function whose code was read, and will be answered, before it runs."""
         self.known.update(_nested(function.__code__))
         self._globals(function.__code__, function.__globals__)
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        for root, *names in scan_code(function.__code__).local_chains:
+            if root in cells and root != "__class__":
+                self._setting(f"{function.__qualname__}.{root}", cells[root], ("cell_contents", *names))
 
     def _profile(self, frame: types.FrameType, event: str, called: Any) -> None:
         try:
@@ -88,12 +93,15 @@ class Watch:
         code = frame.f_code
         module = frame.f_globals.get("__name__") or ""
         if code in self.known:
+            self._locals(frame)
             return
         if module.partition(".")[0] in _LIBRARIES:
             if module in _MODES:
                 raise Untraceable("forward runs code that sets a mode of autograd, autocast or a generator")
             if module == "logging":
                 raise Untraceable("forward logs")
+            if module == "os" and (_is_users(frame.f_back) or _is_users(frame.f_back.f_back)):
+                raise Untraceable("forward asks the environment")
             if code.co_name in AMBIENT and _is_users(frame.f_back):
                 raise Untraceable(f"forward asks {code.co_name}()")
             return
@@ -109,7 +117,21 @@ class Watch:
         for name in asked.none_tested:
             self.none_asked(frame.f_locals.get(name))
         self.known.update(_nested(code))
+        self._locals(frame)
         self._globals(code, frame.f_globals)
+
+    def _locals(self, frame: types.FrameType) -> None:
+        """Settings that code reads of objects and classes it was given, such as `cls.flag`."""
+        given = frame.f_locals
+        for root, *names in scan_code(frame.f_code).local_chains:
+            if not names or root in frame.f_code.co_freevars or isinstance(given.get(root), torch.fx.Proxy):
+                continue
+            owner = given.get(root)
+            if names[0] == "__class__" and isinstance(owner, torch.nn.Module):
+                owner, names = owner.__class__, names[1:]
+            if isinstance(owner, (types.ModuleType, torch.nn.Module, torch.Tensor)) or not names:
+                continue
+            self._setting(getattr(type(owner), "__qualname__", root), owner, tuple(names))
 
     def _called(self, frame: types.FrameType, called: Any) -> None:
         if not _is_users(frame):
@@ -117,6 +139,10 @@ class Watch:
         name = getattr(called, "__name__", "")
         if name in AMBIENT:
             raise Untraceable(f"forward asks {name}()")
+        if called in (globals, locals, eval, exec) or isinstance(
+            getattr(called, "__self__", None), contextvars.ContextVar
+        ):
+            raise Untraceable(f"forward calls {name}()")
         if called is warnings.warn:
             raise Untraceable("forward warns")
         if called in _CLOCKS:
@@ -128,24 +154,38 @@ class Watch:
         where = held.get("__name__") or ""
         module = sys.modules.get(where)
         owner = module if module is not None and vars(module) is held else held
-        for chain in scan_code(code).chains:
-            value = _reached(held, chain)
-            if chain[-1] in _WRITES and type(_reached(held, chain[:-1])) in CONTAINERS:
-                raise Untraceable(f"forward writes into {'.'.join(chain[:-1])}")
-            if isinstance(value, (Iterator, random.Random)) and not isinstance(value, types.ModuleType):
-                raise Untraceable(f"forward reads {'.'.join(chain)}, which moves on when it is read")
-            if plain(value) and not isinstance(value, _OPAQUE):
-                self.read(".".join((where, *chain)), Global(owner, chain, copied(value)))
+        asked = scan_code(code)
+        if foreign := {name for name in asked.imports if name.partition(".")[0] not in _LIBRARIES}:
+            raise Untraceable(f"forward imports {min(foreign)}")
+        for chain in asked.chains:
+            if chain[:2] == ("sys", "modules"):
+                raise Untraceable("forward reads sys.modules")
+            self._setting(where, owner, chain)
+
+    def _setting(self, where: str, owner: Any, chain: tuple[str, ...]) -> None:
+        """Notes what `chain` names in a module, class, object, cell or dict, if that is a plain value."""
+        value, named = _reached(owner, chain), ".".join(chain)
+        if chain[-1] in _WRITES and type(_reached(owner, chain[:-1])) in CONTAINERS:
+            raise Untraceable(f"forward writes into {named.rpartition('.')[0]}")
+        if isinstance(value, (Iterator, random.Random)) and not isinstance(value, types.ModuleType):
+            raise Untraceable(f"forward reads {named}, which moves on when it is read")
+        if plain(value) and not isinstance(value, _OPAQUE) and not chain[-1].startswith("__"):
+            if not isinstance(owner, (dict, type, types.ModuleType, types.CellType)):
+                owner = vars(owner) if chain[0] in vars(owner) else owner
+            self.read(f"{where}.{named}", Global(owner, chain, copied(value)))
 
 
 _NOTHING = object()
 
 
-def _reached(held: dict[str, Any], chain: tuple[str, ...]) -> Any:
+def _reached(value: Any, chain: tuple[str, ...]) -> Any:
     """What `chain` names, found without running any code; an object that `plain` refuses when it is not a setting."""
-    value = held.get(chain[0], _NOTHING)
-    for name in chain[1:]:
-        if isinstance(value, types.ModuleType):
+    for name in chain:
+        if isinstance(value, dict) and name is chain[0]:
+            value = value.get(name, _NOTHING)
+        elif isinstance(value, types.CellType):
+            value = _content(value)
+        elif isinstance(value, types.ModuleType):
             if value.__name__.partition(".")[0] in _LIBRARIES:
                 return _NOTHING
             value = vars(value).get(name, _NOTHING)
@@ -157,8 +197,15 @@ def _reached(held: dict[str, Any], chain: tuple[str, ...]) -> Any:
             return _NOTHING
         else:
             own = vars(value)
-            value = own[name] if name in own else _reached({"": type(value)}, ("", name))
+            value = own[name] if name in own else _reached(type(value), (name,))
     return value
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _NOTHING
 
 
 def _is_users(frame: types.FrameType | None) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import cProfile
 import functools
 import itertools
 import logging
+import os
 import random
 import sys
 import time
@@ -30,6 +32,8 @@ from dataclasses import dataclass
 FLAG, LOG = True, []
 class Settings:
     flag = True
+    def get(self):
+        return self.flag
 settings = Settings()
 class Counter:
     n = 0
@@ -54,6 +58,7 @@ def harmless(x, mask=None): return torch.relu(x) if mask is None else x * mask
 sys.modules[OTHER.__name__] = OTHER
 FLAG, NUMBERS, QUEUE, COUNTS = True, [1.0], collections.deque(), collections.defaultdict(int)
 TICKS, DRAWS, LOGGER = itertools.count(), random.Random(1), logging.getLogger("test_watch")
+CONTEXT, ENVIRONMENT = contextvars.ContextVar("context", default=1.0), os.environ
 is_on = torch.is_grad_enabled
 
 
@@ -209,6 +214,34 @@ def test_what_each_call_moves_is_moved_by_each_call_and_by_no_trace(forward):
     assert moved() == before
 
 
+def _nonlocal():
+    count = 0
+
+    def forward(self, x):
+        nonlocal count
+        count += 1
+        return self.act(self.fc(x)) * count
+
+    return forward
+
+
+def _enclosing_list():
+    seen = []
+
+    def forward(self, x):
+        seen.append(1)
+        return self.act(self.fc(x))
+
+    return forward
+
+
+@pytest.mark.parametrize("make", [_nonlocal, _enclosing_list], ids=lambda f: f.__name__)
+def test_what_an_enclosing_function_holds_is_not_written(make):
+    forward = make()
+    assert not fl.explain(net(forward)).fused
+    assert forward.__closure__[0].cell_contents in (0, [])
+
+
 def _flag(self, x):
     return self.act(self.fc(x)) if FLAG else self.fc(x)
 
@@ -229,6 +262,76 @@ def _object_flag(self, x):
     return self.act(self.fc(x)) if OTHER.settings.flag else self.fc(x)
 
 
+def _method(self, x):
+    return self.act(self.fc(x)) if OTHER.settings.get() else self.fc(x)
+
+
+def _context(self, x):
+    return self.act(self.fc(x)) * CONTEXT.get()
+
+
+def _environment(self, x):
+    return self.act(self.fc(x)) if ENVIRONMENT.get("FLAG_OF_A_TEST") else self.fc(x)
+
+
+def _import(self, x):
+    from some_other_module import FLAG
+
+    return self.act(self.fc(x)) if FLAG else self.fc(x)
+
+
+@pytest.mark.parametrize("forward", [_context, _environment, _import], ids=lambda f: f.__name__)
+def test_settings_that_no_guard_could_hold(forward):
+    assert not fl.explain(net(forward)).fused
+
+
+def test_settings_of_an_enclosing_function():
+    on, numbers = True, [1.0]
+
+    def forward(self, x):
+        return self.act(self.fc(x)) * len(numbers) if on else self.fc(x)
+
+    original = net(forward)
+    patched = fl.patch_model(twin(original), on_fallback="ignore")
+    assert fl.explain(patched).fused
+    same(patched, original)
+    numbers.append(2.0)
+    same(patched, original)
+    on = False
+    same(patched, original)
+    assert sum(fl.explain(patched).fallbacks[""].values()) == 4
+
+
+def test_class_attributes_and_methods_changed_later():
+    class Other(Net):
+        on = True
+
+        @classmethod
+        def is_on(cls):
+            return cls.on
+
+        def part(self, x):
+            return self.act(self.fc(x))
+
+        def forward(self, x):
+            return self.part(x) if self.is_on() and self.__class__.on else self.fc2(x)
+
+    def one(change):
+        Other.on = True
+        original = Other()
+        patched = fl.patch_model(twin(original), on_fallback="ignore")
+        assert fl.explain(patched).fused
+        same(patched, original)
+        assert not fl.explain(patched).fallbacks
+        for model in (original, patched):
+            change(model)
+        same(patched, original)
+
+    one(lambda model: setattr(Other, "on", False))
+    one(lambda model: setattr(model, "part", model.fc))
+    one(lambda model: setattr(Other, "part", lambda self, x: self.fc2(x)))
+
+
 def _inside(self, x):
     return OTHER.flagged(self.fc(x)) + self.act(self.fc2(x))
 
@@ -241,6 +344,7 @@ def _inside(self, x):
         (_module_flag, OTHER, "FLAG", False),
         (_class_flag, OTHER.Settings, "flag", False),
         (_object_flag, OTHER.settings, "flag", False),
+        (_method, OTHER.settings, "flag", False),
         (_inside, OTHER, "FLAG", False),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
