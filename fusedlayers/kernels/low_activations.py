@@ -79,7 +79,7 @@ def quick_gelu(z, P0: tl.constexpr, P1: tl.constexpr):
 @triton.jit
 def quick_gelu_grad(g, z, P0: tl.constexpr, P1: tl.constexpr):
     s, rest = _sigmoids(1.702 * z)
-    return g * (s + 1.702 * z * s * rest)
+    return g * (s + 1.702 * (z * s * rest))
 
 
 @triton.jit

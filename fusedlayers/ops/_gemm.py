@@ -230,7 +230,7 @@ class Pass:
     columns: int = 128
     blocks: int = 1056
     warps: int = 4
-    stages: int = 1
+    stages: int = 3
 
 
 SUMS = Pass()

@@ -50,8 +50,11 @@ def look_up(op: str, x: Tensor) -> tuple[dict[str, Any] | None, str]:
     known = _read(path)
     if op in known:
         return known[op], f"a measurement on this machine, made before ({path})"
-    if op not in PROBES or torch.cuda.is_current_stream_capturing():
-        return ({}, "the op's own rule: it has no probe") if op not in PROBES else (None, "")
+    if op not in PROBES:
+        return {}, "the op's own rule: it has no probe"
+    # inside a backward this may be autograd's own thread, which a measurement in another would wait for
+    if torch.cuda.is_current_stream_capturing() or torch._C._current_graph_task_id() != -1:
+        return None, ""
     if not _lock.acquire(blocking=False):
         return None, ""
     try:

@@ -336,7 +336,7 @@ def _loops(shape: Shape, x_stride: Shape, residual_stride: Shape, operand: Any, 
 
 # elements a block takes (col, row), warps; the same for backward, and how many blocks fill a GPU
 FORWARD = 2048, 4096, 4
-BACKWARD = 2048, 2048, 4, 528
+BACKWARD = 4096, 2048, 4, 1056
 
 
 def _forward_tile(loops: _Loops) -> tuple[tuple[int], tuple[int, int], int]:
