@@ -33,10 +33,10 @@ def load(folder: Path) -> dict[str, dict]:
 
 LEGEND = """\
 Columns: `x eager`, `x compile`, `x liger`: how many times as fast as these by device time, forward and backward
-together unless the case says forward. `wall`: by the wall clock, one call after another. `host`: microseconds until a call is
-queued. `of copy speed`: the least bytes the case must move, over its time, as a share of what a copy reaches. `GEMMs
-alone`: its matrix products and nothing else; `removed`: the share of (eager - GEMMs) that fusing took away, negative
-where it is slower. `peak`, `kept`: memory on top of the inputs, and what is kept for backward.
+together unless the case says forward. `wall`: by the wall clock, one call after another. `host`: microseconds until a
+call is queued. `of copy speed`: the least bytes the case must move, over its time, as a share of what a copy reaches.
+`GEMMs alone`: its matrix products and nothing else; `removed`: the share of (eager - GEMMs) that fusing took away,
+negative where it is slower. `peak`, `kept`: memory on top of the inputs, and what is kept for backward.
 """
 
 

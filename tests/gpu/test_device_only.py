@@ -92,7 +92,7 @@ def test_a_side_stream(op: Op, act):
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(400_000_000)
+        torch.cuda._sleep(100_000_000)
         with torch.no_grad():
             for t, s in zip(inputs, source, strict=True):
                 t.copy_(s)
