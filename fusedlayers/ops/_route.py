@@ -62,6 +62,7 @@ def intercepted() -> str | None:
 def obstacle(tensors: Sequence[Tensor | None]) -> str | None:
     """Why these tensors cannot go to a kernel; `None` when they can."""
     first = at = None
+    keeps = torch.is_grad_enabled()
     for t in tensors:
         if t is not None:
             if type(t) not in _PLAIN:
@@ -70,6 +71,8 @@ def obstacle(tensors: Sequence[Tensor | None]) -> str | None:
                 return f"{t.dtype} is not a float dtype the kernels take"
             if t.layout is not _STRIDED or t.is_neg():
                 return f"layout {t.layout} is not dense"
+            if keeps and t.is_inference():
+                return "an inference tensor cannot be kept for backward"
             device = t.get_device()
             if first is None:
                 first, at = t, device

@@ -182,6 +182,28 @@ def test_what_is_saved(op: Op, act, device):
 
 
 @every_op
+def test_an_input_from_inference_mode_beside_trained_ones(op: Op, act, device):
+    """It cannot be kept for backward: where eager gets by without keeping it, so does a fused call."""
+    results = []
+    for fn in pair(op, act):
+        inputs = op.inputs(*size(op), device=device)
+        with torch.inference_mode():
+            inputs[0] = inputs[0].detach().clone()
+        try:
+            with fl.settings(route="auto"):
+                out = run(fn, inputs)[0][0]
+                grads = torch.autograd.grad(out.sum(), [t for t in inputs if t.requires_grad], allow_unused=True)
+            results.append([out, *(g for g in grads if g is not None)])
+        except RuntimeError as error:
+            results.append(type(error))
+    if isinstance(results[1], type):
+        assert results[0] is results[1]
+        return
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+
+
+@every_op
 def test_inference_mode(op: Op, act, device):
     fused, eager = pair(op, act)
     with torch.inference_mode():
