@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextvars
 import enum
+import gc
 import random
 import sys
 import time
@@ -58,6 +59,9 @@ class Watch:
         self.stopped: Exception | None = None
 
     def __enter__(self) -> Watch:
+        # what garbage collection calls, at any allocation, is no part of the forward
+        self._collects = gc.isenabled()
+        gc.disable()
         self._before = sys.getprofile()
         sys.setprofile(self._profile)
         return self
@@ -67,6 +71,8 @@ class Watch:
             self._before.enable()
         else:
             sys.setprofile(self._before)
+        if self._collects:
+            gc.enable()
         if self.stopped is not None and error[1] is not self.stopped:  # something caught it
             raise self.stopped
 

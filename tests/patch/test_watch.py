@@ -6,6 +6,7 @@ import collections
 import contextvars
 import cProfile
 import functools
+import gc
 import itertools
 import logging
 import os
@@ -416,3 +417,26 @@ def test_an_attribute_read_from_the_dict():
     for model in (original, patched):
         model.later = True
     same(patched, original)
+
+
+_collections = 0
+
+
+def count_collections(phase, info):
+    global _collections
+    _collections += 1
+    time.perf_counter()
+
+
+def test_garbage_collection_is_no_part_of_the_forward():
+    """Its callbacks, as profilers and test tools have them, may run at any allocation."""
+    before = gc.get_threshold()
+    gc.callbacks.append(count_collections)
+    gc.set_threshold(1)
+    try:
+        model = net(lambda self, x: self.act(self.fc(x)))
+        assert fl.explain(model).fused and gc.isenabled()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(count_collections)
+    assert _collections
