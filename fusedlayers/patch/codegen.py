@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import inspect
-import itertools
 import keyword
 import linecache
 import math
@@ -193,8 +192,10 @@ def _body(graph: Graph, names: Names) -> list[str]:
             lines.append(f"return {_show(node.args[0], called, names)}")
             continue
         name = node.name if not node.name.startswith("_") else "v" + node.name
-        fresh = (name, *(f"{name}_{n}" for n in itertools.islice(itertools.count(2), len(taken))))
-        name = called[node] = next(n for n in fresh if n not in taken)
+        fresh, count = name, 2
+        while fresh in taken:
+            fresh, count = f"{name}_{count}", count + 1
+        name = called[node] = fresh
         taken.add(name)
         lines.append(f"{name} = {_call(node, called, names)}")
         dead = [called[n] for n in dict.fromkeys(node.all_input_nodes) if last[n] is node]

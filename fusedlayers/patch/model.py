@@ -16,6 +16,7 @@ from .records import Found
 from .report import PatchReport
 from .rule import Rule, choose
 from .shadow import Untraceable
+from .watch import uncollected
 
 Model = TypeVar("Model", bound=nn.Module)
 Rules = Iterable[str | Rule] | str | Rule | None
@@ -24,6 +25,7 @@ Plan = PatchPlan | Mapping[str, Any] | str | os.PathLike[str] | None
 ON_FALLBACK = ("warn", "raise", "ignore")
 
 
+@uncollected()
 def patch_model(
     model: Model,
     *,
@@ -86,6 +88,7 @@ def unpatch_model(model: Model) -> Model:
     return model
 
 
+@uncollected()
 def explain(model: nn.Module, *, include: Filter = None, exclude: Filter = None, rules: Rules = None) -> PatchReport:
     """What is fused in a patched model, or would be in an unpatched one; what is not, and why. Changes nothing."""
     _check(model)

@@ -9,6 +9,7 @@ graph. So would a change of a global setting that code has read: these are noted
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import enum
 import gc
@@ -48,6 +49,18 @@ class Global:
         return f"{'.'.join(self.chain)}={self.value!r}"
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Garbage waits to be collected: what that calls, at any allocation, is no part of a forward that is traced."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class Watch:
     """While entered, calls `none_asked` for each symbolic value that code compares with None, and `read` for each
     global setting that code may read; raises `Untraceable` where a trace of that code could not be trusted."""
@@ -57,13 +70,20 @@ class Watch:
         self.known: set[types.CodeType] = set()
         """Code that was read before it ran."""
         self.stopped: Exception | None = None
+        # library code that there is nothing to ask about, by id: a code object's hash takes longer than the answer
+        self._skipped: dict[int, types.CodeType] = {}
 
     def __enter__(self) -> Watch:
-        # what garbage collection calls, at any allocation, is no part of the forward
-        self._collects = gc.isenabled()
-        gc.disable()
+        self._uncollected = uncollected()
+        self._uncollected.__enter__()
         self._before = sys.getprofile()
-        sys.setprofile(self._profile)
+        skipped, look = self._skipped, self._profile
+
+        def profile(frame: types.FrameType, event: str, called: Any) -> None:  # a million times a model: nothing else
+            if id(frame.f_code) not in skipped:
+                look(frame, event, called)
+
+        sys.setprofile(profile)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -71,8 +91,7 @@ class Watch:
             self._before.enable()
         else:
             sys.setprofile(self._before)
-        if self._collects:
-            gc.enable()
+        self._uncollected.__exit__(None, None, None)
         if self.stopped is not None and error[1] is not self.stopped:  # something caught it
             raise self.stopped
 
@@ -110,6 +129,8 @@ class Watch:
                 raise Untraceable("forward asks the environment")
             if code.co_name in AMBIENT and _is_users(frame.f_back):
                 raise Untraceable(f"forward asks {code.co_name}()")
+            if module != "os" and code.co_name not in AMBIENT:
+                self._skipped[id(code)] = code
             return
         if code.co_name in ("__getattr__", "__getattribute__"):
             return
