@@ -10,6 +10,26 @@ from .. import activations
 from .. import functional as FF
 from ._children import stored
 
+TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+
+def batch_norm_act(
+    bn: _BatchNorm, x: Tensor, activation: FF.ActivationLike | None, residual: Tensor | None = None
+) -> Tensor:
+    """`nn.BatchNorm*d.forward` with its statistics kept in the same way, then the rest."""
+    bn._check_input_dim(x)
+    training, track, momentum = bn.training, bn.track_running_stats, bn.momentum
+    weight, bias, mean, var, count = stored(bn, *TENSORS)
+    if training and track and count is not None:
+        count.add_(1)
+        if momentum is None:  # a cumulative average
+            momentum = 1.0 / float(count)
+    batch = training or (mean is None and var is None)
+    if training and not track:
+        mean = var = None
+    momentum = 0.0 if momentum is None else momentum
+    return FF.batch_norm_act(x, mean, var, weight, bias, batch, momentum, bn.eps, activation, residual)
+
 
 class _FusedBatchNormAct(_BatchNorm):
     """`act(batch_norm(x) + residual)`; parameters, buffers, initialisation and checkpoints are torch's.
@@ -36,20 +56,7 @@ class _FusedBatchNormAct(_BatchNorm):
         self.activation = known
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        self._check_input_dim(input)
-        training, track, momentum = self.training, self.track_running_stats, self.momentum
-        weight, bias, mean, var, count = stored(
-            self, "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
-        )
-        if training and track and count is not None:
-            count.add_(1)
-            if momentum is None:  # a cumulative average
-                momentum = 1.0 / float(count)
-        batch = training or (mean is None and var is None)
-        if training and not track:
-            mean = var = None
-        momentum = 0.0 if momentum is None else momentum
-        return FF.batch_norm_act(input, mean, var, weight, bias, batch, momentum, self.eps, self.activation, residual)
+        return batch_norm_act(self, input, self.activation, residual)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"

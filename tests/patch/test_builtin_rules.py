@@ -133,7 +133,7 @@ def test_one_batch_norm_called_twice_keeps_the_order_of_its_statistics():
 
 def test_sync_and_quantized_batch_norms_are_left_alone():
     class Mine(nn.BatchNorm2d):
-        pass
+        """A subclass, which may do anything."""
 
     for bn in (nn.SyncBatchNorm(6), Mine(6)):
         assert not sites(nn.Sequential(conv(), bn, nn.ReLU()))

@@ -95,7 +95,7 @@ def test_a_forward_given_to_a_child_later():
 
 def test_a_forward_given_to_the_class_later():
     class Local(Pair):
-        pass
+        """A class of this test alone."""
 
     model = fl.patch_model(Local(nn.Linear(8, 8), nn.ReLU()), on_fallback="ignore")
     Local.forward = lambda self, x: self.fc(x) - 7

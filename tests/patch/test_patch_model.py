@@ -136,7 +136,7 @@ def test_subclasses_of_sequential_are_patched_and_keep_their_own_forward():
             return super().forward(x) * 2
 
     class Plain(nn.Sequential):
-        pass
+        """A subclass that changes nothing."""
 
     for cls in (Twice, Plain):
         model, original = patched_twin(cls(nn.Linear(8, 8), nn.ReLU()))
@@ -224,7 +224,7 @@ def test_exact_type_only(fc):
 
 def test_weights_that_are_not_plain_parameters_are_left_alone():
     class Quantized(nn.Parameter):
-        pass
+        """Another kind of parameter."""
 
     fc = nn.Linear(8, 8)
     fc.weight = Quantized(fc.weight.detach())

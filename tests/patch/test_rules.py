@@ -235,7 +235,7 @@ def test_wrong_rules():
         fl.register_rule(3)
 
     class Neither(fl.Rule):
-        pass
+        """No pattern, no target."""
 
     with pytest.raises(TypeError, match="needs either a pattern or a target"):
         fl.register_rule(Neither)

@@ -5,31 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ... import functional as fused
-from ...activations import Activation
-from ...nn._children import stored
+from ...nn.batch_norm import batch_norm_act
 from .. import effects
 from ..pattern import act, add, leaf, through, value
 from ..rule import Call, Match, Rule, register_rule
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-
-
-def batch_norm_act(bn: _BatchNorm, x: Tensor, activation: Activation | None, residual: Tensor | None = None) -> Tensor:
-    """`nn.BatchNorm*d.forward` with its statistics kept in the same way, then the rest."""
-    bn._check_input_dim(x)
-    training, track, momentum = bn.training, bn.track_running_stats, bn.momentum
-    weight, bias, mean, var, count = stored(bn, *TENSORS)
-    if training and track and count is not None:
-        count.add_(1)
-        if momentum is None:  # a cumulative average
-            momentum = 1.0 / float(count)
-    batch = training or (mean is None and var is None)
-    if training and not track:
-        mean = var = None
-    momentum = 0.0 if momentum is None else momentum
-    return fused.batch_norm_act(x, mean, var, weight, bias, batch, momentum, bn.eps, activation, residual)
 
 
 @register_rule

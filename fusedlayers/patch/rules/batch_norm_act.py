@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ...activations import Activation, recognise
+from ...nn.batch_norm import batch_norm_act
 from .. import effects
 from ..codegen import Child
 from ..guards import member_problem
 from ..pattern import add, leaf, settings_of, through, value
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
-from .batch_norm import batch_norm_act
 
 TIMM = "timm.layers.norm_act.BatchNormAct2d"
 
