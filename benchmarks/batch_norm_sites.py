@@ -143,7 +143,9 @@ VARIANTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "apply tiles doubled, 8 warps": ({"saved_bytes": 16384, "saved_warps": 8},) * 2,
     "unroll 2/1": ({"sum_unroll": 2}, {"sum_unroll": 1}),
     "unroll 8/4": ({"sum_unroll": 8}, {"sum_unroll": 4}),
+    "channels 64": ({"wide_channels": 64},) * 2,
     "channels 128": ({"channels": 128},) * 2,
+    "channels 256": ({"channels": 256, "wide_channels": 256},) * 2,
 }
 
 

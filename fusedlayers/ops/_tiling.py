@@ -82,6 +82,8 @@ class Knobs:
     """What is worth varying on a new device."""
 
     channels: int = 64  # 128 bytes of bfloat16: a full cache line a row
+    wide_channels: int = 128  # of half precision, where a multiprocessor has many rows: they lie closer in memory
+    wide_from: int = 5 << 18  # bytes a multiprocessor; with fewer rows a block's start and end cost more than that
     sum_elements: int = 2048
     sum_unroll: int = 4
     sum_warps: int = 4
@@ -98,7 +100,7 @@ class Knobs:
 
 
 FORWARD = Knobs()
-BACKWARD = Knobs(sum_unroll=2, merged_bytes=8192)
+BACKWARD = Knobs(sum_unroll=2, merged_bytes=8192, wide_from=5 << 17)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -109,7 +111,8 @@ def tiling(row: bool, M: int, C: int, S: int, itemsize: int, processors: int, ba
 
 
 def _tiling(knobs: Knobs, row: bool, M: int, C: int, S: int, itemsize: int, processors: int) -> Tiling:
-    channels = 1 if row else min(next_power_of_2(C), knobs.channels)
+    long = itemsize == 2 and M * C * itemsize >= knobs.wide_from * processors
+    channels = 1 if row else min(next_power_of_2(C), knobs.wide_channels if long else knobs.channels)
     groups = cdiv(C, channels)
     wide = min(next_power_of_2(S), 1024) if row else channels
     align = 1

@@ -166,6 +166,7 @@ def batch_norm() -> Iterator[Entry]:
     # rows, channels, positions: large maps with few channels, small ones with many, one block's own, contiguous
     for row, M, C, S in [
         (False, 802816, 64, 1),
+        (False, 802816, 256, 1),
         (False, 12544, 2048, 1),
         (False, 64, 1024, 1),
         (True, 256, 64, 3136),

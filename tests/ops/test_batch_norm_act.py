@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -259,27 +261,46 @@ def test_two_forwards_then_both_backwards(device):
     assert x.grad is not None
 
 
+@contextlib.contextmanager
+def cut_by(knobs: _tiling.Knobs) -> Iterator[None]:
+    """With both passes cut as these knobs say."""
+    before = _tiling.FORWARD, _tiling.BACKWARD
+
+    def use(forward: _tiling.Knobs, backward: _tiling.Knobs) -> None:
+        _tiling.FORWARD, _tiling.BACKWARD = forward, backward
+        _tiling.tiling.cache_clear()
+        fl.ops.batch_norm_act._cached_call.cache_clear()
+
+    use(knobs, knobs)
+    try:
+        yield
+    finally:
+        use(*before)
+
+
 def test_large_tensors_take_every_source(device):
     """The same result whether the second pass combines the partial sums itself, or a kernel before it does."""
     shape = (5, 5, 9, 17)
     given = inputs(shape, torch.float32, device, last=True)
     found = []
-    try:
-        for limit in (10**9, 0):
-            _tiling.tiling.cache_clear()
-            fl.ops.batch_norm_act._cached_call.cache_clear()
-            knobs = _tiling.Knobs(merge_limit=limit, saved_span=1)
-            _tiling.FORWARD, _tiling.BACKWARD, before = knobs, knobs, (_tiling.FORWARD, _tiling.BACKWARD)
+    for limit in (10**9, 0):
+        with cut_by(_tiling.Knobs(merge_limit=limit, saved_span=1)):
             compare(fused("relu"), eager("relu"), given)
             mean, var = torch.zeros(5, device=device), torch.ones(5, device=device)
             y = fused("relu")(*given, mean, var)
             found.append([y, mean, var, *torch.autograd.grad(y, given[:3], torch.ones_like(y))])
-            _tiling.FORWARD, _tiling.BACKWARD = before
-    finally:
-        _tiling.tiling.cache_clear()
-        fl.ops.batch_norm_act._cached_call.cache_clear()
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("channels", [128, 200])
+def test_large_tensors_are_cut_wider(channels, device):
+    """Where a multiprocessor has many rows, blocks take twice the channels; here, as if it had."""
+    given = inputs((3, channels, 5, 7), torch.bfloat16, device, last=True)
+    assert _tiling.tiling(False, 105, channels, 1, 2, 132, False).channels == 64
+    with cut_by(_tiling.Knobs(wide_from=0)):
+        assert _tiling.tiling(False, 105, channels, 1, 2, 132, False).channels == 128
+        compare(fused("relu"), eager("relu"), given)
 
 
 def test_autocast_follows_x(device):
