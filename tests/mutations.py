@@ -43,7 +43,7 @@ FAULTS = [
     Fault("a shift edited before backward", AFFINE, _SAVE,
           _SAVE[:-1] + ", *((shift,) if isinstance(shift, Tensor) else ()))",
           AUTOGRAD + "edits_between_forward_and_backward[affine_act-gelu]"),
-    Fault("a saved tensor edited", LINEAR, "ctx.save_for_backward(x if need_weight", "ctx.save_for_backward(x.data if need_weight",
+    Fault("a saved tensor edited", LINEAR, "saved = x if need_weight", "saved = x.data if need_weight",
           AUTOGRAD + "edits_between_forward_and_backward[linear_act-gelu]"),
     Fault("neighbours of outputs", AFFINE_KERNEL, _LOAD, _LOAD.replace("t < T)", "t < T + 1)"),
           BUFFERS + "neighbours_of_outputs_stay[((3, 5), 7)-affine_act]"),

@@ -20,6 +20,7 @@ from ..kernels import cdiv, load, next_power_of_2
 from ._dtypes import activated, compute_dtype, triton_dtype
 
 _IDENTITY = activations.get("identity")
+_HAS_OUT_DTYPE = torch.version.cuda is not None and "dtype" in torch.ops.aten.mm.overloads()  # torch >= 2.8
 _fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
@@ -43,9 +44,55 @@ def activated_dtype(act: Activation, dtype: torch.dtype, device_type: str) -> to
     return dtype
 
 
-def cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors in `dtype`, recorded by autograd as autocast's own casts are, so gradients return in theirs."""
-    return [t if t is None or t.dtype is dtype else t.to(dtype) for t in tensors]
+def lowered(
+    dtype: torch.dtype, route: str, x: Tensor, weights: tuple[Tensor | None, ...], biases: tuple[Tensor | None, ...]
+) -> list[Tensor | None]:
+    """`[x, *weights, *biases]` in autocast's dtype: as they are where they are in it, else copies, by one launch.
+
+    The Triton product adds the bias in float32, so it takes that in its own dtype. x's copy can be viewed as a matrix.
+    """
+    if x.dtype is not dtype:
+        x = x.to(dtype) if collapses(x) else x.to(dtype, memory_format=torch.contiguous_format)
+    low = [x, *weights, *biases]
+    last = len(low) if route == "library" else 1 + len(weights)
+    cast = [i for i in range(1, last) if low[i] is not None and low[i].dtype is not dtype]
+    if len(cast) == 1:
+        low[cast[0]] = low[cast[0]].to(dtype)
+    elif cast:
+        full = [low[i] for i in cast]
+        copies = [torch.empty_like(t, dtype=dtype) for t in full]
+        torch._foreach_copy_(copies, full)
+        for i, t in zip(cast, copies, strict=True):
+            low[i] = t
+    return low
+
+
+def casts(saved: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """Those of the saved tensors that are copies of a Function's inputs in another dtype: more outputs of its own.
+
+    So higher derivatives flow through them, and the inputs may change before backward, as eager's may: it too keeps
+    what it cast.
+    """
+    return [t for t, full in zip(saved, inputs, strict=True) if t is not None and t is not full]
+
+
+def through_casts(
+    grads: Sequence[Tensor | None], saved: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None],
+    needs: Sequence[bool], own: Sequence[Tensor | None],
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of inputs in their own `dtypes`, from those of what was saved of them, for higher derivatives.
+
+    Args:
+        grads: through the op, in the dtype of what was saved.
+        own: what the outputs of `casts` got, in order.
+    """
+    rest, found = iter(own), []
+    for grad, t, dtype, need in zip(grads, saved, dtypes, needs, strict=True):
+        g = next(rest) if t is not None and t.dtype is not dtype else None
+        if g is not None:
+            grad = g if grad is None else grad + g
+        found.append(grad.to(dtype) if need and grad is not None else None)
+    return found
 
 
 def tf32() -> bool:
@@ -69,6 +116,34 @@ def linear_shape(x: Sequence[int], weight: Sequence[int], bias: Sequence[int] | 
 def rows(t: Tensor) -> Tensor:
     """`t` as a matrix, its last dim kept; a view where there is one."""
     return t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
+
+
+def collapses(t: Tensor) -> bool:
+    """Whether `t` can be viewed as a matrix, its last dim kept."""
+    if t.dim() <= 2 or t.is_contiguous():
+        return True
+    step = None
+    for n, stride in zip(t.shape[-2::-1], t.stride()[-2::-1], strict=True):
+        if n > 1:
+            if step is not None and stride != step:
+                return False
+            step = n * stride
+    return True
+
+
+def viewable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x`, or one copy that can be viewed as a matrix, recorded by autograd, so that it is this that backward keeps.
+
+    Where x is to be cast there is a copy anyway.
+    """
+    return x if x.dtype is not dtype or collapses(x) else x.contiguous()
+
+
+def factor(g: Tensor) -> Tensor:
+    """`g` as a matrix that a product reads where it lies: several of them read it, and each would copy any other."""
+    g = rows(g)
+    m, n = g.stride()
+    return g if (n == 1 and m >= g.shape[1]) or (m == 1 and n >= g.shape[0]) else g.contiguous()
 
 
 def linear_kernel(
@@ -205,17 +280,26 @@ def bias_grad(g: Tensor, dtype: torch.dtype) -> Tensor | None:
     return db
 
 
-def input_grad(dz: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
-    """`dz @ weight`, in the shape of the layer's input."""
-    dx = torch.mm(dz, weight)
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """`a @ b` in the dtype of what it is the gradient of; where the library can, the sum is rounded to that alone."""
+    if dtype is a.dtype:
+        return torch.mm(a, b)
+    if _HAS_OUT_DTYPE and a.is_cuda and dtype is torch.float32 and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a, b).to(dtype)
+
+
+def input_grad(dz: Tensor, weight: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`dz @ weight`, in the shape and dtype of the layer's input."""
+    dx = product(dz, weight, dtype)
     return dx if len(shape) == 2 else dx.view(shape)
 
 
-def weight_grad(dz: Tensor, x: Tensor, weight_stride: tuple[int, int] | None = None) -> Tensor:
+def weight_grad(dz: Tensor, x: Tensor, weight_stride: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
     """`dz.T @ x`, lying in memory as the weight does, so that the optimizer reads both alike."""
     if weight_stride is not None and weight_stride[0] == 1 and weight_stride[1] > 1:
-        return torch.mm(x.t(), dz).t()
-    return torch.mm(dz.t(), x)
+        return product(x.t(), dz, dtype).t()
+    return product(dz.t(), x, dtype)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,17 +72,17 @@ def auto(plan: Plan) -> str:
 
 
 def _gated_mlp(x: Tensor, weights: Weights, biases: Biases, plan: Plan, route: str) -> Tensor:
-    x_, w_gate, w_up, w_down = _gemm.cast(plan.dtype, x, *weights)
-    b_gate, b_up, b_down = biases
-    if needs_grad(x, *weights[:2], b_gate, b_up):
-        return _apply(x_, w_gate, w_up, w_down, *biases, plan, route)[0]
+    x = _gemm.viewable(x, plan.dtype)
+    if needs_grad(x, *weights[:2], *biases[:2]):
+        return _apply(x, *weights, *biases, plan, route)[0]
     with torch.no_grad():
-        gate = _product(x_, w_gate, b_gate, route)
-        up = None if w_up is None else _product(x_, w_up, b_up, route)
+        x, w_gate, w_up, w_down, b_gate, b_up, b_down = _gemm.lowered(plan.dtype, route, x, weights, biases)
+        gate = _product(x, w_gate, b_gate, route)
+        up = None if w_up is None else _product(x, w_up, b_up, route)
         h = _gated(gate, up, x.shape, plan)
         del gate, up
-    if needs_grad(weights[2], b_down):  # nothing before them needs a gradient: autograd keeps h, and only if it must
-        return F.linear(h, weights[2], b_down)
+    if needs_grad(weights[2], biases[2]):  # nothing before them needs a gradient: autograd keeps h, and only if it must
+        return F.linear(h, weights[2], biases[2])
     return _product(h, w_down, b_down, route)
 
 
@@ -104,41 +105,45 @@ def _gated(gate_up: Tensor, up: Tensor | None, x_shape: torch.Size, plan: Plan) 
 
 
 class _GatedMlp(torch.autograd.Function):
-    """Returns `(y, gate, up)`, or `(y, gate and up, None)` of a chunked projection.
+    """Returns `(y, gate, up, *casts)`, or `(y, gate and up, None, *casts)` of a chunked projection.
 
-    What backward keeps are inputs and outputs, so that higher derivatives flow through them.
+    What backward keeps are inputs and outputs, so that higher derivatives flow through them: gate, up, and of x and
+    the weights what the products read; `casts` are those that autocast gave another dtype.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w_gate: Tensor, w_up: Tensor | None, w_down: Tensor,
         b_gate: Tensor | None, b_up: Tensor | None, b_down: Tensor | None, plan: Plan, route: str,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         need_x, need_gate, need_up = ctx.needs_input_grad[:3]
+        inputs, weights, biases = (x, w_gate, w_up, w_down), (w_gate, w_up, w_down), (b_gate, b_up, b_down)
+        ctx.plan, ctx.x_shape = plan, x.shape
+        ctx.strides = tuple(None if w is None else w.stride() for w in weights)
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in inputs)
+        ctx.bias_dtypes = tuple(None if b is None else b.dtype for b in biases)
+        x, w_gate, w_up, w_down, b_gate, b_up, b_down = _gemm.lowered(plan.dtype, route, x, weights, biases)
         gate = _product(x, w_gate, b_gate, route)
         up = None if w_up is None else _product(x, w_up, b_up, route)
-        ctx.save_for_backward(
-            x if need_gate or need_up else None, w_gate if need_x else None, w_up if need_x else None, w_down, gate, up
-        )
-        ctx.plan, ctx.x_shape = plan, x.shape
-        ctx.strides = tuple(None if w is None else w.stride() for w in (w_gate, w_up, w_down))
-        ctx.bias_dtypes = tuple(None if b is None else b.dtype for b in (b_gate, b_up, b_down))
-        return _product(_gated(gate, up, x.shape, plan), w_down, b_down, route), gate, up
+        saved = x if need_gate or need_up else None, w_gate if need_x else None, w_up if need_x else None, w_down
+        ctx.save_for_backward(*saved, gate, up)
+        y = _product(_gated(gate, up, x.shape, plan), w_down, b_down, route)
+        return y, gate, up, *_gemm.casts(saved, inputs)
 
     @staticmethod
     def backward(
-        ctx: Any, g: Tensor | None, g_gate: Tensor | None, g_up: Tensor | None
+        ctx: Any, g: Tensor | None, g_gate: Tensor | None, g_up: Tensor | None, *g_casts: Tensor | None
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        if torch.is_grad_enabled() or g_gate is not None or g_up is not None:
-            return _composite(ctx, g, g_gate, g_up)
+        if torch.is_grad_enabled() or any(t is not None for t in (g_gate, g_up, *g_casts)):
+            return _composite(ctx, g, g_gate, g_up, g_casts)
         if g is None:
             return (None,) * 9
         try:
             return _backward(ctx, g)
         except KernelError as error:
             _route.failed(OP, error)
-            return _composite(ctx, g, None, None)
+            return _composite(ctx, g, None, None, g_casts)
 
 
 _apply = direct(_GatedMlp)
@@ -148,27 +153,28 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x, w_gate, w_up, w_down, kept_gate, kept_up = ctx.saved_tensors
     plan, needs = ctx.plan, ctx.needs_input_grad
     need_down, need_b_down = needs[3], needs[6]
-    g = _gemm.rows(g)
+    x_dtype, gate_dtype, up_dtype, down_dtype = ctx.dtypes
+    g = _gemm.factor(g)
     dh = torch.mm(g, w_down)
     dgate, dup, both, sums, h = _gate_pass(plan, dh, plan.split(kept_gate, kept_up), needs)
-    dw_down = _gemm.weight_grad(g, h, ctx.strides[2]) if need_down else None
+    dw_down = _gemm.weight_grad(g, h, ctx.strides[2], down_dtype) if need_down else None
     del h, dh
     db_down = _gemm.bias_grad(g, ctx.bias_dtypes[2]) if need_b_down else None
     need_x, need_gate, need_up = needs[:3]
     x = None if x is None else _gemm.rows(x)
     dx = dw_gate = dw_up = db_gate = db_up = None
     if plan.chunked:
-        dx = torch.mm(both, w_gate) if need_x else None
-        dw_gate = _gemm.weight_grad(both, x, ctx.strides[0]) if need_gate else None
+        dx = _gemm.product(both, w_gate, x_dtype) if need_x else None
+        dw_gate = _gemm.weight_grad(both, x, ctx.strides[0], gate_dtype) if need_gate else None
         if needs[4]:
             db_gate = both.new_empty(2 * plan.H, dtype=ctx.bias_dtypes[0])
             load("reduce").finish(sums, *gated_act.halves(db_gate, -1, plan.gate_first))
     else:
         if need_x:
             dx = torch.mm(dgate, w_gate)
-            torch.addmm(dx, dup, w_up, out=dx)
-        dw_gate = _gemm.weight_grad(dgate, x, ctx.strides[0]) if need_gate else None
-        dw_up = _gemm.weight_grad(dup, x, ctx.strides[1]) if need_up else None
+            dx = torch.addmm(dx, dup, w_up, out=dx).to(x_dtype)
+        dw_gate = _gemm.weight_grad(dgate, x, ctx.strides[0], gate_dtype) if need_gate else None
+        dw_up = _gemm.weight_grad(dup, x, ctx.strides[1], up_dtype) if need_up else None
         if sums is not None:
             db_gate, db_up = (
                 g.new_empty(plan.H, dtype=dtype) if need else None
@@ -207,19 +213,19 @@ def _gate_pass(
 
 
 def _composite(
-    ctx: Any, g: Tensor | None, g_gate: Tensor | None, g_up: Tensor | None
+    ctx: Any, g: Tensor | None, g_gate: Tensor | None, g_up: Tensor | None, g_casts: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The same gradients in torch ops, for higher derivatives."""
     x, w_gate, w_up, w_down, kept_gate, kept_up = ctx.saved_tensors
-    plan, act, needs = ctx.plan, ctx.plan.act, ctx.needs_input_grad
+    plan, act, needs, dtype = ctx.plan, ctx.plan.act, ctx.needs_input_grad, ctx.plan.dtype
     grads: list[Tensor | None] = [None] * 9
     dgate = dup = None
     if g is not None:
         gate, up = plan.split(kept_gate, kept_up)
         g = _gemm.rows(g)
-        active = act(gate).to(plan.dtype)
-        dgate, dup = gated_act.composite(torch.mm(g, w_down), gate, up, act, (True, True), (plan.dtype, plan.dtype))
-        grads[3] = _gemm.weight_grad(g, active * up) if needs[3] else None
+        active = act(gate).to(dtype)
+        dgate, dup = gated_act.composite(torch.mm(g, w_down), gate, up, act, (True, True), (dtype, dtype))
+        grads[3] = _gemm.weight_grad(g, active * up, None, dtype) if needs[3] else None
         grads[6] = g.sum(0).to(ctx.bias_dtypes[2]) if needs[6] else None
     if plan.chunked:
         both = None if g is None else torch.cat((dgate, dup) if plan.gate_first else (dup, dgate), -1)
@@ -232,10 +238,11 @@ def _composite(
         if dz is None:
             continue
         if needs[0]:
-            dx = _gemm.input_grad(dz, weight, ctx.x_shape)
+            dx = _gemm.input_grad(dz, weight, ctx.x_shape, dtype)
             grads[0] = dx if grads[0] is None else grads[0] + dx
-        grads[1 + i] = _gemm.weight_grad(dz, _gemm.rows(x)) if needs[1 + i] else None
+        grads[1 + i] = _gemm.weight_grad(dz, _gemm.rows(x), None, dtype) if needs[1 + i] else None
         grads[4 + i] = dz.sum(0).to(ctx.bias_dtypes[i]) if needs[4 + i] else None
+    grads[:4] = _gemm.through_casts(grads[:4], (x, w_gate, w_up, w_down), ctx.dtypes, needs[:4], g_casts)
     return tuple(grads)
 
 

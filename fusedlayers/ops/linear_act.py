@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +34,11 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) 
     )
     if route != "reference":
         try:
-            x_, weight_ = _gemm.cast(plan.dtype, x, weight)
+            rows = _gemm.viewable(x, plan.dtype)
             if needs_grad(x, weight, bias):
-                return _apply(x_, weight_, bias, plan, route)[0]
-            return forward(x_, weight_, bias, plan, route, keep_z=False)[0]
+                return _apply(rows, weight, bias, plan, route)[0]
+            low = _gemm.lowered(plan.dtype, route, rows, (weight,), (bias,))
+            return forward(*low, plan, route, keep_z=False)[0]
         except KernelError as error:
             _route.failed(OP, error)
     return reference(x, weight, bias, act)
@@ -66,36 +68,41 @@ def auto(plan: Plan) -> str:
 
 
 class _LinearAct(torch.autograd.Function):
-    """Returns `(y, z)`: what backward keeps are inputs and outputs, so that higher derivatives flow through them.
+    """Returns `(y, z, *casts)`: what backward keeps are inputs and outputs, so that higher derivatives flow through it.
 
-    Kept: x and weight, each only where the other needs its gradient, and of the activation what eager keeps: y, or z.
+    Kept: x and weight, each only where the other needs its gradient, as the product read them (`casts` are those that
+    autocast gave another dtype), and of the activation what eager keeps: y, or z.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, route: str
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         need_x, need_weight = ctx.needs_input_grad[:2]
-        act = plan.act
+        act, inputs = plan.act, (x, weight)
+        ctx.plan, ctx.x_shape, ctx.weight_stride = plan, x.shape, weight.stride()
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        x, weight, bias = _gemm.lowered(plan.dtype, route, x, (weight,), (bias,))
         y, z = forward(x, weight, bias, plan, route, keep_z=act.keeps == "input")
         kept = None if act.name == "identity" else y if z is None else z
-        ctx.save_for_backward(x if need_weight else None, weight if need_x else None, kept)
-        ctx.plan, ctx.x_shape, ctx.weight_stride = plan, x.shape, weight.stride()
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return y, z
+        saved = x if need_weight else None, weight if need_x else None
+        ctx.save_for_backward(*saved, kept)
+        return y, z, *_gemm.casts(saved, inputs)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor | None, g_z: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() or g_z is not None:
-            return _composite(ctx, g, g_z)
+    def backward(
+        ctx: Any, g: Tensor | None, g_z: Tensor | None, *g_casts: Tensor | None
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        if torch.is_grad_enabled() or g_z is not None or any(t is not None for t in g_casts):
+            return _composite(ctx, g, g_z, g_casts)
         if g is None:
             return (None,) * 5
         try:
             return _backward(ctx, g)
         except KernelError as error:
             _route.failed(OP, error)
-            return _composite(ctx, g, None)
+            return _composite(ctx, g, None, g_casts)
 
 
 _apply = direct(_LinearAct)
@@ -130,41 +137,41 @@ def _has_epilogue(act: Activation, x: Tensor) -> bool:
 def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, kept = ctx.saved_tensors
     need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-    need_dz = need_x or need_weight
-    g = _gemm.rows(g)
-    if kept is None and not need_bias:
-        dz, db = g, None
+    x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+    need_dz, db = need_x or need_weight, None
+    if kept is None:
+        dz = _gemm.factor(g)
+        db = _gemm.bias_grad(dz, bias_dtype) if need_bias else None
     else:
-        kept = None if kept is None else _gemm.rows(kept)
         dz, db, _ = _gemm.act_bias_backward(
-            g,
-            kept,
-            ctx.plan.act,
-            ctx.plan.dtype,
-            need_dz=need_dz and kept is not None,
-            db_dtype=ctx.bias_dtype if need_bias else None,
-        )
-        dz = g if dz is None else dz
-    dx = _gemm.input_grad(dz, weight, ctx.x_shape) if need_x else None
-    dw = _gemm.weight_grad(dz, _gemm.rows(x), ctx.weight_stride) if need_weight else None
+            _gemm.rows(g), _gemm.rows(kept), ctx.plan.act, ctx.plan.dtype,
+            need_dz=need_dz, db_dtype=bias_dtype if need_bias else None,
+        )  # fmt: skip
+    dx = _gemm.input_grad(dz, weight, ctx.x_shape, x_dtype) if need_x else None
+    dw = _gemm.weight_grad(dz, _gemm.rows(x), ctx.weight_stride, weight_dtype) if need_weight else None
     return dx, dw, db, None, None
 
 
-def _composite(ctx: Any, g: Tensor | None, g_z: Tensor | None) -> tuple[Tensor | None, ...]:
+def _composite(
+    ctx: Any, g: Tensor | None, g_z: Tensor | None, g_casts: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The same gradients in torch ops, for higher derivatives."""
     x, weight, kept = ctx.saved_tensors
-    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+    dtype, needs = ctx.plan.dtype, ctx.needs_input_grad
+    need_x, need_weight, need_bias = needs[:3]
     dz = g
     if g is not None and kept is not None:
-        dz = ctx.plan.act.backward(g, kept.to(g.dtype)).to(ctx.plan.dtype)
+        dz = ctx.plan.act.backward(g, kept.to(g.dtype)).to(dtype)
     if g_z is not None:
         dz = g_z if dz is None else dz + g_z
-    if dz is None:
-        return (None,) * 5
-    dz = _gemm.rows(dz)
-    dx = _gemm.input_grad(dz, weight, ctx.x_shape) if need_x else None
-    dw = _gemm.weight_grad(dz, _gemm.rows(x)) if need_weight else None
-    return dx, dw, dz.sum(0).to(ctx.bias_dtype) if need_bias else None, None, None
+    dx = dw = db = None
+    if dz is not None:
+        dz = _gemm.rows(dz)
+        dx = _gemm.input_grad(dz, weight, ctx.x_shape, dtype) if need_x else None
+        dw = _gemm.weight_grad(dz, _gemm.rows(x), None, dtype) if need_weight else None
+        db = dz.sum(0).to(ctx.dtypes[2]) if need_bias else None
+    dx, dw = _gemm.through_casts((dx, dw), (x, weight), ctx.dtypes[:2], needs[:2], g_casts)
+    return dx, dw, db, None, None
 
 
 def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) -> Plan | str:

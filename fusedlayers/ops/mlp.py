@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +56,15 @@ class Plan:
 def _mlp(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, plan: Plan, route: str
 ) -> Tensor:  # fmt: skip
-    x_, w1_, w2_ = _gemm.cast(plan.dtype, x, w1, w2)
+    x = _gemm.viewable(x, plan.dtype)
     if needs_grad(x, w1, b1):
-        return _apply(x_, w1_, b1, w2_, b2, plan, route)[0]
+        return _apply(x, w1, b1, w2, b2, plan, route)[0]
     with torch.no_grad():
-        h, _ = linear_act.forward(x_, w1_, b1, plan.first, route, keep_z=False)
+        x, low1, low2, b1, low_b2 = _gemm.lowered(plan.dtype, route, x, (w1, w2), (b1, b2))
+        h, _ = linear_act.forward(x, low1, b1, plan.first, route, keep_z=False)
     if needs_grad(w2, b2):  # nothing before them needs a gradient: autograd keeps h, and only where it must
         return F.linear(h, w2, b2)
-    return _second(h, w2_, b2, route)
+    return _second(h, low2, low_b2, route)
 
 
 def _second(h: Tensor, w2: Tensor, b2: Tensor | None, route: str) -> Tensor:
@@ -72,36 +74,43 @@ def _second(h: Tensor, w2: Tensor, b2: Tensor | None, route: str) -> Tensor:
 
 
 class _Mlp(torch.autograd.Function):
-    """Returns `(y, kept)`: what backward keeps are inputs and outputs, so that higher derivatives flow through them.
+    """Returns `(y, kept, *casts)`: what backward keeps are inputs and outputs, so that higher derivatives flow through.
 
     Kept of the hidden layer: its pre-activation, or its output where that is what the activation's gradient reads.
-    The output is recomputed from the former in the pass that reads it anyway.
+    The output is recomputed from the former in the pass that reads it anyway. Kept of x and the weights: what the
+    products read; `casts` are those that autocast gave another dtype.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, plan: Plan, route: str
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         need_x, need_w1 = ctx.needs_input_grad[:2]
+        inputs = x, w1, w2
+        ctx.plan, ctx.x_shape, ctx.strides = plan, x.shape, (w1.stride(), w2.stride())
+        ctx.dtypes = x.dtype, w1.dtype, w2.dtype
+        ctx.bias_dtypes = tuple(None if b is None else b.dtype for b in (b1, b2))
+        x, w1, w2, b1, b2 = _gemm.lowered(plan.dtype, route, x, (w1, w2), (b1, b2))
         h, z = linear_act.forward(x, w1, b1, plan.first, route, keep_z=plan.act.keeps == "input")
         kept = h if z is None else z
-        ctx.save_for_backward(x if need_w1 else None, w1 if need_x else None, w2, kept)
-        ctx.plan, ctx.x_shape, ctx.strides = plan, x.shape, (w1.stride(), w2.stride())
-        ctx.bias_dtypes = tuple(None if b is None else b.dtype for b in (b1, b2))
-        return _second(h, w2, b2, route), kept
+        saved = x if need_w1 else None, w1 if need_x else None, w2
+        ctx.save_for_backward(*saved, kept)
+        return _second(h, w2, b2, route), kept, *_gemm.casts(saved, inputs)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor | None, g_kept: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() or g_kept is not None:
-            return _composite(ctx, g, g_kept)
+    def backward(
+        ctx: Any, g: Tensor | None, g_kept: Tensor | None, *g_casts: Tensor | None
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        if torch.is_grad_enabled() or g_kept is not None or any(t is not None for t in g_casts):
+            return _composite(ctx, g, g_kept, g_casts)
         if g is None:
             return (None,) * 7
         try:
             return _backward(ctx, g)
         except KernelError as error:
             _route.failed(OP, error)
-            return _composite(ctx, g, None)
+            return _composite(ctx, g, None, g_casts)
 
 
 _apply = direct(_Mlp)
@@ -111,43 +120,47 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x, w1, w2, kept = ctx.saved_tensors
     need_x, need_w1, need_b1, need_w2, need_b2 = ctx.needs_input_grad[:5]
     act, (b1_dtype, b2_dtype) = ctx.plan.act, ctx.bias_dtypes
-    g, kept = _gemm.rows(g), _gemm.rows(kept)
+    x_dtype, w1_dtype, w2_dtype = ctx.dtypes
+    g, kept = _gemm.factor(g), _gemm.rows(kept)
     recompute = act.keeps == "input"
     dz, db1, h = _gemm.act_bias_backward(
         torch.mm(g, w2), None if act.name == "identity" else kept, act, ctx.plan.dtype,
         need_dz=need_x or need_w1, db_dtype=b1_dtype if need_b1 else None, need_h=need_w2 and recompute, overwrite=True,
     )  # fmt: skip
-    dw2 = _gemm.weight_grad(g, h if recompute else kept, ctx.strides[1]) if need_w2 else None
+    dw2 = _gemm.weight_grad(g, h if recompute else kept, ctx.strides[1], w2_dtype) if need_w2 else None
     del h
     db2 = _gemm.bias_grad(g, b2_dtype) if need_b2 else None
-    dx = _gemm.input_grad(dz, w1, ctx.x_shape) if need_x else None
-    dw1 = _gemm.weight_grad(dz, _gemm.rows(x), ctx.strides[0]) if need_w1 else None
+    dx = _gemm.input_grad(dz, w1, ctx.x_shape, x_dtype) if need_x else None
+    dw1 = _gemm.weight_grad(dz, _gemm.rows(x), ctx.strides[0], w1_dtype) if need_w1 else None
     return dx, dw1, db1, dw2, db2, None, None
 
 
-def _composite(ctx: Any, g: Tensor | None, g_kept: Tensor | None) -> tuple[Tensor | None, ...]:
+def _composite(
+    ctx: Any, g: Tensor | None, g_kept: Tensor | None, g_casts: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The same gradients in torch ops, for higher derivatives."""
     x, w1, w2, kept = ctx.saved_tensors
     need_x, need_w1, need_b1, need_w2, need_b2 = ctx.needs_input_grad[:5]
-    act, keeps_output = ctx.plan.act, ctx.plan.act.keeps == "output"
-    kept = _gemm.rows(kept)
+    act, dtype, keeps_output = ctx.plan.act, ctx.plan.dtype, ctx.plan.act.keeps == "output"
+    hidden = _gemm.rows(kept)
     g_kept = None if g_kept is None else _gemm.rows(g_kept)
     dh = dz = dx = dw1 = db1 = dw2 = db2 = None
     if g is not None:
         g = _gemm.rows(g)
         dh = torch.mm(g, w2)
-        dw2 = _gemm.weight_grad(g, kept if keeps_output else act(kept).to(g.dtype)) if need_w2 else None
+        dw2 = _gemm.weight_grad(g, hidden if keeps_output else act(hidden).to(dtype), None, dtype) if need_w2 else None
         db2 = g.sum(0).to(ctx.bias_dtypes[1]) if need_b2 else None
     if keeps_output and g_kept is not None:
         dh = g_kept if dh is None else dh + g_kept
     if dh is not None:
-        dz = act.backward(dh, kept)
+        dz = act.backward(dh, hidden)
     if not keeps_output and g_kept is not None:
         dz = g_kept if dz is None else dz + g_kept
     if dz is not None:
-        dx = _gemm.input_grad(dz, w1, ctx.x_shape) if need_x else None
-        dw1 = _gemm.weight_grad(dz, _gemm.rows(x)) if need_w1 else None
+        dx = _gemm.input_grad(dz, w1, ctx.x_shape, dtype) if need_x else None
+        dw1 = _gemm.weight_grad(dz, _gemm.rows(x), None, dtype) if need_w1 else None
         db1 = dz.sum(0).to(ctx.bias_dtypes[0]) if need_b1 else None
+    dx, dw1, dw2 = _gemm.through_casts((dx, dw1, dw2), (x, w1, w2), ctx.dtypes, (need_x, need_w1, need_w2), g_casts)
     return dx, dw1, db1, dw2, db2, None, None
 
 

@@ -12,6 +12,7 @@ import fusedlayers as fl
 from fusedlayers import kernels
 from fusedlayers.activations import get
 from fusedlayers.functional import linear_act
+from fusedlayers.ops import _gemm
 from fusedlayers.ops import linear_act as op
 from tests import harness
 from tests.harness import FLOATS, LAYOUTS, RAGGED, laid_out, randn
@@ -147,19 +148,119 @@ def test_autocast(act, x_dtype, low, device):
         inputs[0] = inputs[0].detach().to(low).requires_grad_()
 
     def under(fn):
-        def call(*t):
-            if t[0].dtype == torch.float64:  # the reference of the accuracy rule
-                return fn(*t)
-            with torch.autocast(device, dtype=low):
-                return fn(*t)
-
-        return call
+        return under_autocast(fn, device, low)
 
     y = under(lambda *t: linear_act(*t, act))(*inputs)
     assert y.dtype == under(eager(act))(*inputs).dtype
     for t, g in zip(inputs, torch.autograd.grad(y.float().sum(), inputs), strict=True):
         assert g.dtype == t.dtype
     compare(under(lambda *t: linear_act(*t, act)), under(eager(act)), inputs, computed=low)
+
+
+def under_autocast(fn, device, low=torch.bfloat16):
+    """`fn` inside autocast, but for the float64 of the accuracy rule."""
+
+    def call(*t):
+        if t[0].dtype == torch.float64:
+            return fn(*t)
+        with torch.autocast(device, dtype=low):
+            return fn(*t)
+
+    return call
+
+
+def first_derivatives(fn):
+    """Those of a loss of `fn`, as a function whose gradients are the second derivatives."""
+
+    def call(*t):
+        wanted = [i for i in t if i is not None and i.requires_grad]
+        y = fn(*t)
+        return torch.autograd.grad(y.to(t[0].dtype).square().sum(), wanted, create_graph=True)
+
+    return call
+
+
+def kept_by(fn, *inputs):
+    """What autograd keeps of a call."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        fn(*inputs)
+    return kept
+
+
+def check_edits(fn, inputs):
+    """Nothing that autocast casts is kept in its own dtype, so all of it may change before backward, as in eager."""
+    y = fn(*inputs)
+    expected = torch.autograd.grad(y.float().sum(), inputs, retain_graph=True)
+    with torch.no_grad():
+        for t in inputs:
+            t.add_(1.0)
+    for a, b in zip(torch.autograd.grad(y.float().sum(), inputs), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("act", ["relu", "gelu", "softplus", "identity"])
+@pytest.mark.parametrize("needs", [(1, 1, 1), (1, 0, 0), (0, 1, 1)], ids=str)
+def test_autocast_second_derivatives(act, needs, device):
+    """Fails where a cast inside the op is lost to autograd."""
+    inputs = operands(9, 5, 7, device=device, needs=needs)
+    pair = (first_derivatives(under_autocast(fn, device)) for fn in (lambda *t: linear_act(*t, act), eager(act)))
+    compare(*pair, inputs, computed=torch.bfloat16)
+
+
+@pytest.mark.parametrize("act", ["relu", "gelu"])
+def test_autocast_operands_may_change_before_backward(act, device):
+    check_edits(under_autocast(lambda *t: linear_act(*t, act), device), operands(9, 5, 7, device=device))
+
+
+@pytest.mark.parametrize("needs", [(1, 1, 1), (1, 0, 0), (0, 1, 0)], ids=str)
+def test_what_backward_keeps_under_autocast(needs, device):
+    """Never an operand in float32."""
+    if fl.settings.route == "reference":
+        pytest.skip("what eager keeps is eager's affair")
+    kept = kept_by(
+        under_autocast(lambda *t: linear_act(*t, "gelu"), device), *operands(9, 5, 7, device=device, needs=needs)
+    )
+    expected = [(9, 5), *[(9, 7)] * needs[1], *[(5, 7)] * needs[0]]
+    assert sorted((tuple(t.shape), t.dtype) for t in kept) == sorted((s, torch.bfloat16) for s in expected)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_is_no_matrix_is_copied_once(autocast, device, monkeypatch):
+    """x is kept as the product read it, so backward copies nothing, and x itself may go, or change."""
+    if fl.settings.route == "reference":
+        pytest.skip("what eager keeps is eager's affair")
+    fn = under_autocast(lambda *t: linear_act(*t, "gelu"), device) if autocast else lambda *t: linear_act(*t, "gelu")
+    _, weight, bias = operands(9, 5, 7, device=device)
+    x = randn(3, 7, 4, device=device).detach().transpose(1, 2).requires_grad_()
+    (kept,) = (t for t in kept_by(fn, x, weight, bias) if t.shape == x.shape)
+    assert kept.is_contiguous()
+    check_edits(lambda x: fn(x, weight, bias), [x])
+    compare(lambda *t: linear_act(*t, "gelu"), eager("gelu"), (x, weight, bias))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_can_be_viewed_as_a_matrix(layout, device):
+    """Fails where the copy is decided on by another rule than torch's own."""
+    for shape in [(4, 3, 5), (1, 3, 5), (4, 1, 5), (2, 3, 4, 5), (5,), (4, 5), (4, 3, 1)]:
+        t = laid_out(randn(*shape, device=device, grad=False), layout)
+        for u in (t, t.transpose(0, -1), t.flip(0)[:1], t[:1].expand_as(t)):
+            try:
+                u.view(-1, u.shape[-1])
+                views = True
+            except RuntimeError:
+                views = False
+            assert _gemm.collapses(u) == views
+
+
+def test_gradient_that_several_products_read_is_copied_once(device):
+    """Fails where each product copies it, or one is copied that they read where it lies."""
+    g = torch.ones((), device=device)
+    for t in (g.expand(4, 5), g.expand(2, 2, 5), torch.ones(4, 10, device=device)[:, ::2], g.expand(3, 1)):
+        assert _gemm.factor(t).is_contiguous()
+    dense = torch.ones(4, 5, device=device)
+    for t in (dense, dense.t(), dense[1:], dense[:, 1:], dense[:1], dense.view(2, 2, 5)):
+        assert _gemm.factor(t).data_ptr() == t.data_ptr()
 
 
 def test_autocast_leaves_float64_alone(device):
@@ -293,10 +394,10 @@ def test_bad_input_raises_what_linear_raises(device):
             linear_act(x, weight, bias, "sillu")
 
 
-ROUTES = [("relu", "library"), ("gelu", "library"), ("silu", "library"), ("identity", "reference")]
+AUTO = [("relu", "library"), ("gelu", "library"), ("silu", "library"), ("identity", "reference")]
 
 
-@pytest.mark.parametrize(("act", "expected"), ROUTES)
+@pytest.mark.parametrize(("act", "expected"), AUTO)
 def test_auto_fuses_what_pays(act, expected):
     """With nothing to follow, eager is one call already."""
     assert op.auto(op.Plan(8, 6, 4, torch.float32, torch.float32, True, get(act))) == expected

@@ -13,7 +13,7 @@ from fusedlayers.activations import get
 from fusedlayers.functional import mlp
 from tests import harness
 from tests.harness import FLOATS, laid_out, randn
-from tests.ops.test_linear_act import route  # noqa: F401
+from tests.ops.test_linear_act import check_edits, first_derivatives, kept_by, route, under_autocast  # noqa: F401
 
 compare = functools.partial(harness.compare, sums=True)
 ACTIVATIONS = ["relu", "gelu", "silu", "tanh"]
@@ -99,16 +99,68 @@ def test_autocast(act, low, device):
     inputs = operands((33,), 16, 65, 48, device=device)
 
     def under(fn):
-        def call(*t):
-            if t[0].dtype == torch.float64:
-                return fn(*t)
-            with torch.autocast(device, dtype=low):
-                return fn(*t)
-
-        return call
+        return under_autocast(fn, device, low)
 
     assert under(lambda *t: mlp(*t, act))(*inputs).dtype == low
     compare(under(lambda *t: mlp(*t, act)), under(eager(act)), inputs, computed=low)
+
+
+@pytest.mark.parametrize("act", ["relu", "gelu", "softplus"])
+@pytest.mark.parametrize("needs", [(1, 1, 1, 1, 1), (1, 0, 0, 0, 0), (0, 0, 1, 1, 0), (0, 1, 0, 0, 1)], ids=str)
+def test_autocast_second_derivatives(act, needs, device):
+    """Fails where a cast inside the op is lost to autograd."""
+    inputs = operands((9,), 5, 6, 7, device=device, needs=needs)
+    pair = (first_derivatives(under_autocast(fn, device)) for fn in (lambda *t: mlp(*t, act), eager(act)))
+    compare(*pair, inputs, computed=torch.bfloat16)
+
+
+@pytest.mark.parametrize("needs", [tuple(i >> b & 1 for b in range(5)) for i in range(32)], ids=str)
+def test_autocast_every_requires_grad(needs, device):
+    inputs = operands((9,), 5, 6, 7, device=device, needs=needs)
+    pair = (under_autocast(fn, device) for fn in (lambda *t: mlp(*t, "gelu"), eager("gelu")))
+    compare(*pair, inputs, computed=torch.bfloat16)
+
+
+@pytest.mark.parametrize("low", [tuple(i >> b & 1 for b in range(5)) for i in range(0, 32, 3)], ids=str)
+def test_autocast_of_some_operands(low, device):
+    """Gradients come in each operand's own dtype; those in autocast's dtype are kept as they are."""
+    inputs = operands((9,), 5, 6, 7, device=device)
+    inputs = [t.detach().bfloat16().requires_grad_() if n else t for t, n in zip(inputs, low, strict=True)]
+    fused, plain = (under_autocast(fn, device) for fn in (lambda *t: mlp(*t, "gelu"), eager("gelu")))
+    compare(fused, plain, inputs, computed=torch.bfloat16)
+    if fl.settings.route != "reference":
+        kept = {t.data_ptr() for t in kept_by(fused, *inputs)}
+        assert [inputs[i].data_ptr() in kept for i in (0, 1, 3)] == [bool(low[i]) for i in (0, 1, 3)]
+
+
+@pytest.mark.parametrize("act", ["relu", "gelu"])
+def test_autocast_operands_may_change_before_backward(act, device):
+    check_edits(under_autocast(lambda *t: mlp(*t, act), device), operands((9,), 5, 6, 7, device=device))
+
+
+@pytest.mark.parametrize("needs", [(1, 1, 1, 1, 1), (1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 0)], ids=str)
+def test_what_backward_keeps_under_autocast(needs, device):
+    """Never an operand in float32."""
+    if fl.settings.route == "reference":
+        pytest.skip("what eager keeps is eager's affair")
+    inputs = operands((9,), 5, 6, 7, device=device, needs=needs)
+    kept = kept_by(under_autocast(lambda *t: mlp(*t, "gelu"), device), *inputs)
+    expected = [(9, 6), (7, 6), *[(9, 5)] * needs[1], *[(6, 5)] * needs[0]]
+    assert sorted((tuple(t.shape), t.dtype) for t in kept) == sorted((s, torch.bfloat16) for s in expected)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_is_no_matrix_is_copied_once(autocast, device):
+    """As in MLP-Mixer, whose first MLP runs over the transposed tokens. See `linear_act`'s test of this name."""
+    if fl.settings.route == "reference":
+        pytest.skip("what eager keeps is eager's affair")
+    fused, plain = (under_autocast(fn, device) if autocast else fn for fn in (lambda *t: mlp(*t), eager("gelu")))
+    x = randn(3, 5, 4, device=device).detach().transpose(1, 2).requires_grad_()
+    inputs = [x, *operands((9,), 5, 6, 7, device=device)[1:]]
+    (kept,) = (t for t in kept_by(fused, *inputs) if t.shape == x.shape)
+    assert kept.is_contiguous()
+    check_edits(lambda x: fused(x, *inputs[1:]), [x])
+    compare(fused, plain, inputs, computed=torch.bfloat16 if autocast else None)
 
 
 @pytest.mark.parametrize("which", [2, 4])
