@@ -2,6 +2,8 @@
 
 `x` is `(M, C, S)` in memory: NCHW with S = H*W ("row": a block works on one channel), or channels_last and (N, C) with
 S = 1 ("col": on GC adjacent channels). A tensor is cut into K chunks, rows times columns, of a channel group each.
+Where C fits no tile, FOLD rows are walked as one of FOLD * C "channels", so that tiles are full and loads are wide: all
+of M, C and K are then of that shape, and each of the K chunks gives FOLD partial sums a channel.
 
 Training: `forward_sums` reads x and writes one mean and one M2 a chunk; they are combined, in a fixed order, either at
 the start of every block of `forward_apply` (`SOURCE` MERGED) or, where K is large, by the tiny `forward_combine`
@@ -75,6 +77,14 @@ def _full_tile(q, first, C, BM: tl.constexpr):
 
 
 @triton.jit
+def _channel(c, C, FOLD: tl.constexpr):
+    """The channels of columns c, and how many there are."""
+    if FOLD == 1:
+        return c, C
+    return c % (C // FOLD), C // FOLD
+
+
+@triton.jit
 def _over_tile(v, ROW: tl.constexpr):
     """Sum of a tile over all that is not a channel."""
     if ROW:
@@ -98,7 +108,8 @@ def _origin(x_ptr, c, C, S, CT: tl.constexpr):
 
 @triton.jit
 def _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT: tl.constexpr, ROW: tl.constexpr,
-                   BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+                   FOLD: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr,
+                   FULL: tl.constexpr):  # fmt: skip
     """Mean, less the channel's origin, and M2 of every channel of one chunk."""
     count, across = _tiles(m_lo, m_hi, s_lo, s_hi, BM, BJ, ROW)
     at, mask = _tile(0, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
@@ -121,7 +132,8 @@ def _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT: tl.constexpr,
         c = group + tl.arange(0, 1)
     else:
         c = group * BJ + tl.arange(0, BJ)
-    first = _origin(x_ptr, c, C, S, CT)[None, :]
+    channel, channels = _channel(c, C, FOLD)
+    first = _origin(x_ptr, channel, channels, S, CT)[None, :]
     total = ((m_hi - m_lo) * (s_hi - s_lo)).to(CT)
     share = s1 / tl.maximum(n, 1.0)
     lane = tl.where(n > 0, origin - first + share, 0.0)  # mean of a lane, from the channel's first value
@@ -133,16 +145,17 @@ def _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT: tl.constexpr,
 
 
 @triton.jit
-def _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, KP: tl.constexpr, CT: tl.constexpr):
+def _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, KP: tl.constexpr, CT: tl.constexpr,
+                FOLD: tl.constexpr):  # fmt: skip
     """Mean, less the origin, and M2 of channels c from all K chunks."""
     k = tl.arange(0, KP)
-    m_lo, m_hi, s_lo, s_hi = _chunk(k, M, S, rows_per, cols_per)
-    n = tl.where(k < K, (m_hi - m_lo) * (s_hi - s_lo), 0).to(CT)[:, None]
-    at = k.to(tl.int64)[:, None] * C + c[None, :]
-    mask = (k < K)[:, None] & (c < C)[None, :]
+    m_lo, m_hi, s_lo, s_hi = _chunk(k // FOLD, M, S, rows_per, cols_per)
+    n = tl.where(k < K * FOLD, (m_hi - m_lo) * (s_hi - s_lo), 0).to(CT)[:, None]
+    at = k.to(tl.int64)[:, None] * (C // FOLD) + c[None, :]
+    mask = (k < K * FOLD)[:, None] & (c < C // FOLD)[None, :]
     means = tl.load(partial_ptr + at, mask=mask, other=0.0)
     m2 = tl.load(partial_ptr + tl.cast(K, tl.int64) * C + at, mask=mask, other=0.0)
-    total = (tl.cast(M, tl.int64) * S).to(CT)
+    total = (tl.cast(M, tl.int64) * S * FOLD).to(CT)
     mean = mean_of(tl.sum(product(n, means), axis=0), total)
     off = tl.where(mask, means - mean[None, :], 0.0)
     more = mean_of(tl.sum(product(n, off), axis=0), total)
@@ -158,9 +171,9 @@ def _rsqrt(v):
 
 
 @triton.jit
-def _settle(mean, m2, M, S, EPS: tl.constexpr):
+def _settle(mean, m2, M, S, EPS: tl.constexpr, FOLD: tl.constexpr):
     """1/sqrt(var + eps) and the unbiased variance; rounding must not make a variance negative."""
-    count = tl.cast(M, tl.int64) * S
+    count = tl.cast(M, tl.int64) * S * FOLD
     m2 = tl.where(m2 < 0, 0.0, m2)
     return _rsqrt(m2 / count.to(mean.dtype) + EPS), m2 / (count - 1).to(mean.dtype)
 
@@ -192,8 +205,8 @@ def _parameter(ptr, c, C, HAS: tl.constexpr, default: tl.constexpr, CT: tl.const
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward_sums(
     x_ptr, partial_ptr, M, C, S_units, rows_per, cols_per, K,
-    CT: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr,
-    U: tl.constexpr, FULL: tl.constexpr,
+    CT: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr, FOLD: tl.constexpr,
+    BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Blocks (K * cdiv(C, GC)). `partial_ptr` (2, K, C): mean and M2 of each chunk. Reads x once."""
     S = S_units * ALIGN
@@ -201,7 +214,7 @@ def forward_sums(
     k = tl.program_id(0) // groups
     group = (tl.program_id(0) % groups).to(tl.int64)
     m_lo, m_hi, s_lo, s_hi = _chunk(k, M, S, rows_per, cols_per)
-    mean, m2 = _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT, ROW, BM, BJ, U, FULL)
+    mean, m2 = _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT, ROW, FOLD, BM, BJ, U, FULL)
     c = group * GC + tl.arange(0, GC)
     tl.store(partial_ptr + tl.cast(k, tl.int64) * C + c, mean, mask=c < C)
     tl.store(partial_ptr + (tl.cast(K, tl.int64) + k) * C + c, m2, mask=c < C)
@@ -211,14 +224,15 @@ def forward_sums(
 def forward_combine(
     x_ptr, partial_ptr, bias_ptr, running_mean_ptr, running_var_ptr, stats_ptr, momentum_hi, momentum_lo,
     M, C, S, rows_per, cols_per, K,
-    CT: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACK: tl.constexpr, KP: tl.constexpr,
-    BC: tl.constexpr,
+    CT: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACK: tl.constexpr,
+    FOLD: tl.constexpr, KP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Blocks (cdiv(C, BC)): the chunks' moments to `stats_ptr`, and into the running statistics."""
+    """Blocks (cdiv(C / FOLD, BC)): the chunks' moments to `stats_ptr`, and into the running statistics."""
     c = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
-    mean, m2 = _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, KP, CT)
+    mean, m2 = _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, KP, CT, FOLD)
+    C = C // FOLD
     mean += _origin(x_ptr, c, C, S, CT)
-    inv, unbiased = _settle(mean, m2, M, S, EPS)
+    inv, unbiased = _settle(mean, m2, M, S, EPS, FOLD)
     _save(stats_ptr, c, C, mean, inv, _parameter(bias_ptr, c, C, HAS_BIAS, 0.0, CT))
     if TRACK:
         _track(running_mean_ptr, running_var_ptr, c, c < C, mean, unbiased, momentum_hi, momentum_lo)
@@ -231,7 +245,7 @@ def forward_apply(
     CT: tl.constexpr, ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, EPS: tl.constexpr, SOURCE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, TRACK: tl.constexpr,
     WRITE_Z: tl.constexpr, WRITE_STATS: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr,
-    KP: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
+    FOLD: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
     SUM_BM: tl.constexpr, SUM_BJ: tl.constexpr, U: tl.constexpr, SUM_FULL: tl.constexpr,
 ):  # fmt: skip
     """Blocks (K * cdiv(C, GC) times those that share a chunk), each `span` tiles of a chunk, the last ones first.
@@ -245,31 +259,33 @@ def forward_apply(
     part = tl.program_id(0) // groups // K
     c = group * GC + tl.arange(0, GC)
     in_c = c < C
+    channel, channels = _channel(c, C, FOLD)
     m_lo, m_hi, s_lo, s_hi = _chunk(k, M, S, rows_per, cols_per)
-    bias = _parameter(bias_ptr, c, C, HAS_BIAS, 0.0, CT)
+    bias = _parameter(bias_ptr, channel, channels, HAS_BIAS, 0.0, CT)
     if SOURCE == 0:
-        mean = tl.load(stats_ptr + c, mask=in_c, other=0.0)
-        inv = tl.load(stats_ptr + C + c, mask=in_c, other=0.0)
+        mean = tl.load(stats_ptr + channel, mask=in_c, other=0.0)
+        inv = tl.load(stats_ptr + channels + channel, mask=in_c, other=0.0)
     elif SOURCE == 3:
-        mean = tl.load(running_mean_ptr + c, mask=in_c, other=0.0).to(CT)
-        inv = _rsqrt(tl.load(running_var_ptr + c, mask=in_c, other=0.0).to(CT) + EPS)
+        mean = tl.load(running_mean_ptr + channel, mask=in_c, other=0.0).to(CT)
+        inv = _rsqrt(tl.load(running_var_ptr + channel, mask=in_c, other=0.0).to(CT) + EPS)
     else:
         if SOURCE == 1:
-            mean, m2 = _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, KP, CT)
+            mean, m2 = _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, channel, KP, CT, FOLD)
         else:
             mean, m2 = _chunk_moments(
-                x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT, ROW, SUM_BM, SUM_BJ, U, SUM_FULL
+                x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT, ROW, FOLD, SUM_BM, SUM_BJ, U, SUM_FULL
             )  # fmt: skip
-        mean += _origin(x_ptr, c, C, S, CT)
-        inv, unbiased = _settle(mean, m2, M, S, EPS)
+        mean += _origin(x_ptr, channel, channels, S, CT)
+        inv, unbiased = _settle(mean, m2, M, S, EPS, FOLD)
         if TRACK:
-            if k + part == 0:
-                _track(running_mean_ptr, running_var_ptr, c, in_c, mean, unbiased, momentum_hi, momentum_lo)
+            if k + part == 0:  # of a channel's FOLD columns, the first
+                mine = c < channels
+                _track(running_mean_ptr, running_var_ptr, c, mine, mean, unbiased, momentum_hi, momentum_lo)
     if WRITE_STATS:
         if k + part == 0:
-            _save(stats_ptr, c, C, mean, inv, bias)
+            _save(stats_ptr, c, channels, mean, inv, bias)
     mean = mean[None, :]
-    scale = (inv * _parameter(weight_ptr, c, C, HAS_WEIGHT, 1.0, CT))[None, :]
+    scale = (inv * _parameter(weight_ptr, channel, channels, HAS_WEIGHT, 1.0, CT))[None, :]
     bias = bias[None, :]
     count, across = _tiles(m_lo, m_hi, s_lo, s_hi, BM, BJ, ROW)
     last = count - 1 - part * span
@@ -324,14 +340,25 @@ def _chunk_gradients(
     return _over_tile(sum_dz, ROW), _over_tile(sum_dz_x, ROW)
 
 
+@triton.jit
+def _coefficients(stats_ptr, weight_ptr, c, C, HAS_WEIGHT: tl.constexpr, CT: tl.constexpr, FOLD: tl.constexpr):
+    """mean, inv, bias and inv * weight of columns c."""
+    in_c = c < C
+    channel, channels = _channel(c, C, FOLD)
+    mean = tl.load(stats_ptr + channel, mask=in_c, other=0.0)
+    inv = tl.load(stats_ptr + channels + channel, mask=in_c, other=0.0)
+    bias = tl.load(stats_ptr + 2 * tl.cast(channels, tl.int64) + channel, mask=in_c, other=0.0)
+    return mean, inv, bias, inv * _parameter(weight_ptr, channel, channels, HAS_WEIGHT, 1.0, CT)
+
+
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def backward_sums(
     g_ptr, x_ptr, kept_ptr, weight_ptr, stats_ptr, dz_ptr, dx_ptr, partial_ptr,
     M, C, S_units, rows_per, cols_per, K,
     CT: tl.constexpr, ACT: tl.constexpr, GRAD: tl.constexpr, KEEPS_OUTPUT: tl.constexpr, P0: tl.constexpr,
     P1: tl.constexpr, MASK: tl.constexpr, HAS_WEIGHT: tl.constexpr, WRITE_DZ: tl.constexpr, WRITE_DX: tl.constexpr,
-    ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr,
-    FULL: tl.constexpr,
+    ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr,
+    U: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Blocks (K * cdiv(C, GC)). `partial_ptr` (2, K, C): sums of dz, then of dz * (x - mean).
 
@@ -344,10 +371,7 @@ def backward_sums(
     group = (tl.program_id(0) % groups).to(tl.int64)
     c = group * GC + tl.arange(0, GC)
     in_c = c < C
-    mean = tl.load(stats_ptr + c, mask=in_c, other=0.0)
-    inv = tl.load(stats_ptr + C + c, mask=in_c, other=0.0)
-    bias = tl.load(stats_ptr + 2 * tl.cast(C, tl.int64) + c, mask=in_c, other=0.0)
-    scale = inv * _parameter(weight_ptr, c, C, HAS_WEIGHT, 1.0, CT)
+    mean, _, bias, scale = _coefficients(stats_ptr, weight_ptr, c, C, HAS_WEIGHT, CT, FOLD)
     m_lo, m_hi, s_lo, s_hi = _chunk(k, M, S, rows_per, cols_per)
     sum_dz, sum_dz_x = _chunk_gradients(
         g_ptr, x_ptr, kept_ptr, dz_ptr, dx_ptr, mean[None, :], scale[None, :], bias[None, :], m_lo, m_hi, s_lo, s_hi,
@@ -358,11 +382,11 @@ def backward_sums(
 
 
 @triton.jit
-def _total(partial_ptr, K, C, c, KP: tl.constexpr):
+def _total(partial_ptr, K, C, c, KP: tl.constexpr, FOLD: tl.constexpr):
     """Both sums of channels c over all K chunks."""
     k = tl.arange(0, KP)
-    at = k.to(tl.int64)[:, None] * C + c[None, :]
-    mask = (k < K)[:, None] & (c < C)[None, :]
+    at = k.to(tl.int64)[:, None] * (C // FOLD) + c[None, :]
+    mask = (k < K * FOLD)[:, None] & (c < C // FOLD)[None, :]
     first = tl.sum(tl.load(partial_ptr + at, mask=mask, other=0.0), axis=0)
     return first, tl.sum(tl.load(partial_ptr + tl.cast(K, tl.int64) * C + at, mask=mask, other=0.0), axis=0)
 
@@ -379,11 +403,13 @@ def _parameter_gradients(dweight_ptr, dbias_ptr, c, C, sum_dz, sum_dz_x, inv, DW
 @triton.jit
 def backward_combine(
     partial_ptr, stats_ptr, sums_ptr, dweight_ptr, dbias_ptr, C, K,
-    WRITE_SUMS: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, KP: tl.constexpr, BC: tl.constexpr,
+    WRITE_SUMS: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, FOLD: tl.constexpr, KP: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
-    """Blocks (cdiv(C, BC)): the chunks' sums to `sums_ptr` (2, C), and the parameters' gradients."""
+    """Blocks (cdiv(C / FOLD, BC)): the chunks' sums to `sums_ptr` (2, C / FOLD), and the parameters' gradients."""
     c = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
-    sum_dz, sum_dz_x = _total(partial_ptr, K, C, c, KP)
+    sum_dz, sum_dz_x = _total(partial_ptr, K, C, c, KP, FOLD)
+    C = C // FOLD
     inv = tl.load(stats_ptr + C + c, mask=c < C, other=0.0)
     _parameter_gradients(dweight_ptr, dbias_ptr, c, C, sum_dz, sum_dz_x, inv, DWEIGHT, DBIAS)
     if WRITE_SUMS:
@@ -398,10 +424,11 @@ def backward_apply(
     CT: tl.constexpr, ACT: tl.constexpr, GRAD: tl.constexpr, KEEPS_OUTPUT: tl.constexpr, P0: tl.constexpr,
     P1: tl.constexpr, MASK: tl.constexpr, SOURCE: tl.constexpr, HAS_WEIGHT: tl.constexpr, DRES: tl.constexpr,
     DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr,
-    KP: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
+    FOLD: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
     SUM_BM: tl.constexpr, SUM_BJ: tl.constexpr, U: tl.constexpr, SUM_FULL: tl.constexpr,
 ):  # fmt: skip
-    """Blocks as in `forward_apply`. `partial_ptr`: the chunks' sums (2, K, C), or with SAVED their total (2, C).
+    """Blocks as in `forward_apply`. `partial_ptr`: the chunks' sums (2, K, C), or with SAVED their total
+    (2, C / FOLD).
 
     Reads grad (or dz, with MASK 0) and x (and what was kept), writes dx (and the residual's gradient).
     """
@@ -412,17 +439,16 @@ def backward_apply(
     part = tl.program_id(0) // groups // K
     c = group * GC + tl.arange(0, GC)
     in_c = c < C
-    mean = tl.load(stats_ptr + c, mask=in_c, other=0.0)
-    inv = tl.load(stats_ptr + C + c, mask=in_c, other=0.0)
-    bias = tl.load(stats_ptr + 2 * tl.cast(C, tl.int64) + c, mask=in_c, other=0.0)[None, :]
-    scale = inv * _parameter(weight_ptr, c, C, HAS_WEIGHT, 1.0, CT)
+    channel, channels = _channel(c, C, FOLD)
+    mean, inv, bias, scale = _coefficients(stats_ptr, weight_ptr, c, C, HAS_WEIGHT, CT, FOLD)
+    bias = bias[None, :]
     m_lo, m_hi, s_lo, s_hi = _chunk(k, M, S, rows_per, cols_per)
     if SOURCE == 0:
-        sum_dz = tl.load(partial_ptr + c, mask=in_c, other=0.0)
-        sum_dz_x = tl.load(partial_ptr + C + c, mask=in_c, other=0.0)
+        sum_dz = tl.load(partial_ptr + channel, mask=in_c, other=0.0)
+        sum_dz_x = tl.load(partial_ptr + channels + channel, mask=in_c, other=0.0)
     else:
         if SOURCE == 1:
-            sum_dz, sum_dz_x = _total(partial_ptr, K, C, c, KP)
+            sum_dz, sum_dz_x = _total(partial_ptr, K, C, channel, KP, FOLD)
         else:
             sum_dz, sum_dz_x = _chunk_gradients(
                 g_ptr, x_ptr, kept_ptr, dx_ptr, dx_ptr, mean[None, :], scale[None, :], bias, m_lo, m_hi, s_lo, s_hi,
@@ -430,8 +456,8 @@ def backward_apply(
                 SUM_FULL,
             )  # fmt: skip
         if k + part == 0:
-            _parameter_gradients(dweight_ptr, dbias_ptr, c, C, sum_dz, sum_dz_x, inv, DWEIGHT, DBIAS)
-    n = (tl.cast(M, tl.int64) * S).to(CT)
+            _parameter_gradients(dweight_ptr, dbias_ptr, c, channels, sum_dz, sum_dz_x, inv, DWEIGHT, DBIAS)
+    n = (tl.cast(M, tl.int64) * S * FOLD).to(CT)
     along_one = (sum_dz / n)[None, :]
     along_x = (sum_dz_x / n * inv * inv)[None, :]
     mean = mean[None, :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 from ..kernels import cdiv, next_power_of_2
@@ -15,6 +16,7 @@ class Tiling:
     """Loops over `x` as `(M, C, S)` in memory, S = 1 unless `row`.
 
     Attributes:
+        fold: rows walked as one, where the channels fit no tile: M is that many times smaller, C larger.
         align: the largest power of two up to 16 that divides S.
         channels: adjacent channels of a block (1 where `row`), `groups` of them.
         chunk: rows and columns of a chunk; `chunks` of them a channel group. One: a block owns its channels.
@@ -25,6 +27,7 @@ class Tiling:
     """
 
     row: bool
+    fold: int
     M: int
     C: int
     S: int
@@ -65,6 +68,20 @@ class Tiling:
         return self.M, self.C, self.S // self.align, *self.chunk, self.chunks
 
     @property
+    def features(self) -> int:
+        """Channels, each C once."""
+        return self.C // self.fold
+
+    @property
+    def partials(self) -> int:
+        """Partial sums a channel."""
+        return self.chunks * self.fold
+
+    @property
+    def layout(self) -> tuple[int, bool, int, int]:
+        return self.align, self.row, self.channels, self.fold
+
+    @property
     def sum_grid(self) -> tuple[int]:
         return (self.chunks * self.groups,)
 
@@ -74,7 +91,7 @@ class Tiling:
 
     @property
     def combine_grid(self) -> tuple[int]:
-        return (cdiv(self.C, self.combine_tile[1]),)
+        return (cdiv(self.features, self.combine_tile[1]),)
 
 
 @dataclass(frozen=True)
@@ -107,12 +124,27 @@ BACKWARD = Knobs(sum_unroll=2, merged_bytes=8192, wide_from=5 << 17)
 def tiling(row: bool, M: int, C: int, S: int, itemsize: int, processors: int, backward: bool) -> Tiling:
     """The tiles of a forward or backward pass."""
     knobs = BACKWARD if backward else FORWARD
-    return _tiling(knobs, row, M, C, S, itemsize, processors)
-
-
-def _tiling(knobs: Knobs, row: bool, M: int, C: int, S: int, itemsize: int, processors: int) -> Tiling:
     long = itemsize == 2 and M * C * itemsize >= knobs.wide_from * processors
-    channels = 1 if row else min(next_power_of_2(C), knobs.wide_channels if long else knobs.channels)
+    channels = knobs.wide_channels if long else knobs.channels
+    fold = 1 if row else _fold(M, C, channels)
+    found = _tiling(knobs, channels, fold, row, M // fold, C * fold, S, itemsize, processors)
+    if fold > 1 and found.chunks == 1:  # a block of its own needs all of a channel in one column
+        return _tiling(knobs, channels, 1, row, M, C, S, itemsize, processors)
+    return found
+
+
+def _fold(M: int, C: int, channels: int) -> int:
+    """Rows to walk as one, so that they are a whole number of tiles of `channels` wide."""
+    if C % channels == 0 or C in (16, 32, 64):
+        return 1
+    fold = channels // math.gcd(C, channels)
+    return fold if fold <= 16 and M % fold == 0 else 1
+
+
+def _tiling(
+    knobs: Knobs, channels: int, fold: int, row: bool, M: int, C: int, S: int, itemsize: int, processors: int
+) -> Tiling:
+    channels = 1 if row else min(next_power_of_2(C), channels)
     groups = cdiv(C, channels)
     wide = min(next_power_of_2(S), 1024) if row else channels
     align = 1
@@ -135,8 +167,8 @@ def _tiling(knobs: Knobs, row: bool, M: int, C: int, S: int, itemsize: int, proc
     across = cdiv(S, cols)
     chunks = down * across
 
-    merged = chunks * channels <= knobs.merge_limit
-    merge = next_power_of_2(max(chunks, 16)) if merged else 0
+    merged = chunks * fold * channels <= knobs.merge_limit
+    merge = next_power_of_2(max(chunks * fold, 16)) if merged else 0
     size, warps, stages, span = (
         (knobs.merged_bytes, knobs.merged_warps, knobs.merged_stages, 0 if chunks == 1 else knobs.merged_span)
         if merged
@@ -145,10 +177,10 @@ def _tiling(knobs: Knobs, row: bool, M: int, C: int, S: int, itemsize: int, proc
     apply_tile = tile(size // itemsize)
     tiles = cdiv(rows, apply_tile[0]) * cdiv(min(cols, S), wide)
     span = span or tiles
-    KP = next_power_of_2(chunks)
+    KP = next_power_of_2(chunks * fold)
     return Tiling(
-        row, M, C, S, align, channels, groups, (rows, cols), chunks,
+        row, fold, M, C, S, align, channels, groups, (rows, cols), chunks,
         (tall, wide, knobs.sum_unroll), knobs.sum_warps,
         apply_tile, warps, stages, span, cdiv(tiles, span),
-        merge, (KP, max(1, min(next_power_of_2(C), 8192 // KP, 16))),
+        merge, (KP, max(1, min(next_power_of_2(C // fold), 8192 // KP, 16))),
     )  # fmt: skip

@@ -124,7 +124,7 @@ class _Call:
         z = torch.empty_like(x, dtype=self.z_dtype) if keep and self.keeps_z else None
         run, with_stats, chunks = self._launches.get(keep) or self._prepare_forward(keep)
         # sizes one by one: torch reads them faster than a tuple
-        C, ct = self.forward_tiling.C, self.dtype
+        C, ct = self.forward_tiling.features, self.dtype
         stats = x.new_empty(3, C, dtype=ct) if with_stats else None
         partial = x.new_empty(2, chunks, C, dtype=ct) if chunks else None
         halves = _halves(momentum) if self.track else (0.0, 0.0)
@@ -137,14 +137,14 @@ class _Call:
         Chain, Launch = load("launch").Chain, load("launch").Launch
         t, ct, bias = self.forward_tiling, triton_dtype(self.dtype), self.bias_dtype is not None
         source = t.source if self.training else _RUNNING
-        layout = (t.align, t.row, t.channels)
+        layout = t.layout
         sums = combine = None
         if source in (_SAVED, _MERGED):
             sums = Launch(
                 kernel.forward_sums, t.sum_grid, (*t.loops, ct, *layout, *t.sum_tile, t.sum_full), t.sum_warps
             )
         if source == _SAVED:
-            rest = (t.M, t.C, t.S, *t.chunk, t.chunks, ct, self.eps, bias, self.track, *t.combine_tile)
+            rest = (t.M, t.C, t.S, *t.chunk, t.chunks, ct, self.eps, bias, self.track, t.fold, *t.combine_tile)
             combine = Launch(kernel.forward_combine, t.combine_grid, rest)
         flags = (self.weight_dtype is not None, bias, self.residual_dtype is not None)
         flags += (self.track and combine is None, keep and self.keeps_z, keep and combine is None)
@@ -154,7 +154,7 @@ class _Call:
         apply = Launch(kernel.forward_apply, t.apply_grid, rest, t.apply_warps)
         # x, residual, weight, bias, running_mean, running_var, partial, stats, y, z
         steps = (sums, (0, 6), False), (combine, (0, 6, 3, 4, 5, 7), True), (apply, tuple(range(10)), True)
-        with_stats, chunks = keep or combine is not None, 0 if sums is None else t.chunks
+        with_stats, chunks = keep or combine is not None, 0 if sums is None else t.partials
         self._launches[keep] = prepared = Chain(*steps), with_stats, chunks
         return prepared
 
@@ -166,7 +166,7 @@ class _Call:
         g, x = with_strides(g, shape, stride), with_strides(x, shape, stride)
         weight = None if weight is None else weight.contiguous()
         dx = torch.empty_like(x) if need_dx else None
-        C = t.C
+        C = t.features
         dweight = torch.empty_like(weight) if need_dweight else None
         dbias = stats.new_empty(C, dtype=self.bias_dtype) if need_dbias else None
         dres = written = None
@@ -191,7 +191,7 @@ class _Call:
         Chain, Launch = load("launch").Chain, load("launch").Launch
         need_dx, need_dweight, need_dbias, need_dres = needs
         t, act, mask = self.backward_tiling, self.act, self.mask
-        layout, weight = (t.align, t.row, t.channels), self.weight_dtype is not None
+        layout, weight = t.layout, self.weight_dtype is not None
         forms = device_act.value(act, self.y_dtype), device_act.gradient(act, self.y_dtype)
         flags = (triton_dtype(self.dtype), *forms, device_act.from_output(act))
         flags += device_act.constants(act)
@@ -203,7 +203,7 @@ class _Call:
             rest += (*layout, *t.sum_tile, t.sum_full)
             sums = Launch(kernel.backward_sums, t.sum_grid, rest, t.sum_warps)
         if source == _SAVED and (two_passes or need_dweight or need_dbias):
-            rest = (t.C, t.chunks, two_passes, need_dweight, need_dbias, *t.combine_tile)
+            rest = (t.C, t.chunks, two_passes, need_dweight, need_dbias, t.fold, *t.combine_tile)
             combine = Launch(kernel.backward_combine, t.combine_grid, rest)
         if two_passes:
             if sums is not None:
@@ -220,7 +220,7 @@ class _Call:
             (combine, (7, 4, 8, 9, 10), False),
             (apply, (gradient, 1, 2, 3, 4, 8 if totals else 7, 6, 5, 9, 10), False),
         )
-        self._launches[needs] = prepared = Chain(*steps), 0 if sums is None else t.chunks, totals
+        self._launches[needs] = prepared = Chain(*steps), 0 if sums is None else t.partials, totals
         return prepared
 
     def composite(

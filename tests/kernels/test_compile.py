@@ -167,6 +167,7 @@ def batch_norm() -> Iterator[Entry]:
     for row, M, C, S in [
         (False, 802816, 64, 1),
         (False, 802816, 256, 1),
+        (False, 200704, 72, 1),
         (False, 12544, 2048, 1),
         (False, 64, 1024, 1),
         (True, 256, 64, 3136),
@@ -176,7 +177,7 @@ def batch_norm() -> Iterator[Entry]:
         for residual in (False, True):
             name, r = f"{'row' if row else 'col'}-{C}-{'add' if residual else 'alone'}", "*bf16" if residual else None
             t = tiling(row, M, C, S, 2, 132, False)
-            layout, source = (t.align, t.row, t.channels), t.source
+            layout, source = t.layout, t.source
             if source != 2 and not residual:
                 values = (ct, *layout, *t.sum_tile, t.sum_full)
                 fn = module.forward_sums
@@ -200,7 +201,7 @@ def batch_norm() -> Iterator[Entry]:
             signature = ("*bf16", r, *["*fp32"] * 6, "*bf16", None, "fp32", "fp32", *loops, "i32")
             yield Entry(f"bn_apply-{name}", fn, signature, constants(fn, values), t.apply_warps)
             t = tiling(row, M, C, S, 2, 132, True)
-            layout, source, mask = (t.align, t.row, t.channels), t.source, 2 if residual else 1
+            layout, source, mask = t.layout, t.source, 2 if residual else 1
             if source != 2:
                 values = (ct, *gradient, mask, True, residual, False, *layout, *t.sum_tile, t.sum_full)
                 fn = module.backward_sums
@@ -225,9 +226,10 @@ def batch_norm() -> Iterator[Entry]:
             yield Entry(f"bn_backward_apply-{name}", fn, signature, constants(fn, values), t.apply_warps)
     fn = module.forward_combine
     signature = ("*bf16", *["*fp32"] * 5, "fp32", "fp32", "i32", "i32", 1, "i32", 1, "i32")
-    yield Entry("bn_combine", fn, signature, constants(fn, (ct, 1e-5, True, True, 512, 16)))
+    yield Entry("bn_combine", fn, signature, constants(fn, (ct, 1e-5, True, True, 1, 512, 16)))
     fn = module.backward_combine
-    yield Entry("bn_backward_combine", fn, (*["*fp32"] * 5, "i32", "i32"), constants(fn, (True, True, True, 512, 16)))
+    values = (True, True, True, 1, 512, 16)
+    yield Entry("bn_backward_combine", fn, (*["*fp32"] * 5, "i32", "i32"), constants(fn, values))
 
 
 def group_norm() -> Iterator[Entry]:

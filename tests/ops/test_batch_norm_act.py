@@ -303,6 +303,28 @@ def test_large_tensors_are_cut_wider(channels, device):
         compare(fused("relu"), eager("relu"), given)
 
 
+@pytest.mark.parametrize("limit", [0, 10**9], ids=["combined apart", "combined in place"])
+@pytest.mark.parametrize(("channels", "fold"), [(24, 8), (40, 8), (80, 4), (96, 2)])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_channels_that_fit_no_tile(training, channels, fold, limit, device):
+    """Several rows are walked as one: statistics, gradients and the running statistics are of the channels still."""
+    given = inputs((8, channels, 16, 16), torch.float32, device, residual=channels == 40, last=True)
+    running = torch.randn(channels, device=device), torch.rand(channels, device=device) + 0.5
+    with cut_by(_tiling.Knobs(merge_limit=limit)):
+        cut = _tiling.tiling(False, 2048, channels, 1, 4, 132, False)
+        assert (cut.fold, cut.features) == (fold, channels) and cut.chunks > 1 and cut.sum_full
+        mine, theirs = ([t.clone() for t in running] for _ in range(2))
+
+        def kept(fn):
+            return lambda *args: fn("relu", training)(*args, *(t.clone() for t in running))
+
+        compare(kept(fused), kept(eager), given)
+        fused("relu", training)(*given, *mine)
+    eager("relu", training)(*given, *theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_autocast_follows_x(device):
     x, weight, bias, r = inputs((4, 3, 5, 2), torch.float32, device, residual=True)
     for dtype in (torch.float32, torch.bfloat16):
