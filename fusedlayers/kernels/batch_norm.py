@@ -13,8 +13,10 @@ second read comes from the L2. Evaluation (RUNNING) is one pass. No atomics: eve
 
 Statistics are stable: each lane sums deviations from its own first value, lanes and chunks combine by Chan's formula,
 so what cancels is bounded by the number of values a lane sees, whatever the data. A chunk's mean is written as its
-distance from the channel's very first value, so that the mean itself is rounded once. Apply walks its chunk backwards:
-what sums read last is still in the L2.
+distance from the channel's very first value, so that the mean itself is rounded once.
+
+Sums ask the L2 to hold what apply reads again (`AGAIN`), and apply walks its chunk backwards, so that what was read
+last and is still there comes first; all that is read or written for the last time (`ONCE`) makes room for it.
 
 `stats_ptr` (3, C), compute dtype: mean, 1/sqrt(var + eps), and forward's private copy of the bias, which a user may
 edit before backward.
@@ -31,6 +33,8 @@ from .reduce import mean_of, product
 # Where the second pass has its coefficients from (the kernels' SOURCE)
 SAVED, MERGED, OWN, RUNNING = 0, 1, 2, 3
 
+
+AGAIN, ONCE = tl.constexpr("evict_last"), tl.constexpr("evict_first")
 
 # No address is aligned by these, so a kernel serves all their values: a network's sites share more of them
 COUNTS = ["M", "rows_per", "K", "span"]
@@ -120,10 +124,12 @@ def _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT: tl.constexpr,
     for q in range(0, count, U):
         for u in tl.static_range(U):  # loads of U tiles in flight for one tile of sums
             if FULL:
-                d = tl.load(x_ptr + _full_tile(q + u, start, C, BM)).to(CT) - origin
+                at = _full_tile(q + u, start, C, BM)
+                d = tl.load(x_ptr + at, eviction_policy=AGAIN).to(CT) - origin
             else:
                 at, mask = _tile(q + u, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
-                d = tl.where(mask, tl.load(x_ptr + at, mask=mask, other=0.0).to(CT) - origin, 0.0)
+                d = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=AGAIN).to(CT)
+                d = tl.where(mask, d - origin, 0.0)
             s1 += d
             s2 += d * d
     n = _visits(m_hi - m_lo, BM, CT)[:, None]
@@ -295,13 +301,13 @@ def forward_apply(
             at, mask = _full_tile(last - i, start, C, BM), None
         else:
             at, mask = _tile(last - i, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
-        x = tl.load(x_ptr + at, mask=mask, eviction_policy="evict_first").to(CT)
+        x = tl.load(x_ptr + at, mask=mask, eviction_policy=ONCE).to(CT)
         z = (x - mean) * scale + bias
         if HAS_RES:
-            z += tl.load(res_ptr + at, mask=mask).to(CT)
+            z += tl.load(res_ptr + at, mask=mask, eviction_policy=ONCE).to(CT)
         if WRITE_Z:
-            tl.store(z_ptr + at, z.to(z_ptr.dtype.element_ty), mask=mask)
-        tl.store(y_ptr + at, ACT(z, P0, P1).to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(z_ptr + at, z.to(z_ptr.dtype.element_ty), mask=mask, eviction_policy=ONCE)
+        tl.store(y_ptr + at, ACT(z, P0, P1).to(y_ptr.dtype.element_ty), mask=mask, eviction_policy=ONCE)
 
 
 @triton.jit
@@ -312,6 +318,9 @@ def _chunk_gradients(
     BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Sums of dz and of dz * (x - mean) over one chunk."""
+    # a second pass, where there is one, reads x and either the dz written here or what it is made of
+    X: tl.constexpr = ONCE if WRITE_DX else AGAIN
+    G: tl.constexpr = ONCE if WRITE_DX or WRITE_DZ else AGAIN
     count, across = _tiles(m_lo, m_hi, s_lo, s_hi, BM, BJ, ROW)
     start, _ = _tile(0, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
     sum_dz = tl.zeros((BM, BJ), dtype=CT)
@@ -322,19 +331,20 @@ def _chunk_gradients(
                 at, mask = _full_tile(q + u, start, C, BM), None
             else:
                 at, mask = _tile(q + u, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
-            g = tl.load(g_ptr + at, mask=mask).to(CT)
-            x = tl.load(x_ptr + at, mask=mask).to(CT) - mean
+            g = tl.load(g_ptr + at, mask=mask, eviction_policy=G).to(CT)
+            x = tl.load(x_ptr + at, mask=mask, eviction_policy=X).to(CT) - mean
             kept = g
             if MASK == 2:
-                kept = tl.load(kept_ptr + at, mask=mask).to(CT)
+                kept = tl.load(kept_ptr + at, mask=mask, eviction_policy=G).to(CT)
             dz = _grad_z(g, x, kept, scale, bias, MASK, ACT, GRAD, KEEPS_OUTPUT, P0, P1)
             if not FULL:  # lanes past the edge hold anything
                 dz = tl.where(mask, dz, 0.0)
                 x = tl.where(mask, x, 0.0)
             if WRITE_DZ:
-                tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+                tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=mask, eviction_policy=X)
             if WRITE_DX:
-                tl.store(dx_ptr + at, (dz * scale).to(dx_ptr.dtype.element_ty), mask=mask)
+                dx = (dz * scale).to(dx_ptr.dtype.element_ty)
+                tl.store(dx_ptr + at, dx, mask=mask, eviction_policy=ONCE)
             sum_dz += dz
             sum_dz_x += dz * x
     return _over_tile(sum_dz, ROW), _over_tile(sum_dz_x, ROW)
@@ -470,14 +480,14 @@ def backward_apply(
             at, mask = _full_tile(last - i, start, C, BM), None
         else:
             at, mask = _tile(last - i, across, m_lo, m_hi, s_lo, s_hi, group, C, S, BM, BJ, ROW)
-        dz = tl.load(g_ptr + at, mask=mask, eviction_policy="evict_first").to(CT)
-        x = tl.load(x_ptr + at, mask=mask, eviction_policy="evict_first").to(CT) - mean
+        dz = tl.load(g_ptr + at, mask=mask, eviction_policy=ONCE).to(CT)
+        x = tl.load(x_ptr + at, mask=mask, eviction_policy=ONCE).to(CT) - mean
         if MASK != 0:
             kept = dz
             if MASK == 2:
-                kept = tl.load(kept_ptr + at, mask=mask, eviction_policy="evict_first").to(CT)
+                kept = tl.load(kept_ptr + at, mask=mask, eviction_policy=ONCE).to(CT)
             dz = _grad_z(dz, x, kept, scale, bias, MASK, ACT, GRAD, KEEPS_OUTPUT, P0, P1)
         if DRES:
-            tl.store(dres_ptr + at, dz.to(dres_ptr.dtype.element_ty), mask=mask)
+            tl.store(dres_ptr + at, dz.to(dres_ptr.dtype.element_ty), mask=mask, eviction_policy=ONCE)
         dx = (dz - along_one - x * along_x) * scale
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy=ONCE)
