@@ -24,15 +24,19 @@ _HAS_OUT_DTYPE = torch.version.cuda is not None and "dtype" in torch.ops.aten.mm
 _fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
-def gemm_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast casts the operands of a product to where x lies; `None` outside of autocast."""
+    device = "cuda" if x.is_cuda else x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def gemm_dtype(autocast: torch.dtype | None, dtype: torch.dtype, *others: torch.dtype | None) -> torch.dtype | None:
     """The dtype `F.linear` multiplies in: autocast's inside autocast, else the common one; `None` if they differ."""
-    dtype = x.dtype
-    autocast = torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
     if autocast and dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-    for t in others:
+        dtype = autocast
+    for other in others:
         # autocast leaves float64 alone, and casts all others to its own
-        if t is not None and t.dtype is not dtype and not (autocast and torch.float64 not in (t.dtype, dtype)):
+        if other not in (None, dtype) and not (autocast and torch.float64 not in (other, dtype)):
             return None
     return dtype
 
@@ -44,25 +48,30 @@ def activated_dtype(act: Activation, dtype: torch.dtype, device_type: str) -> to
     return dtype
 
 
-def lowered(
-    dtype: torch.dtype, route: str, x: Tensor, weights: tuple[Tensor | None, ...], biases: tuple[Tensor | None, ...]
-) -> list[Tensor | None]:
-    """`[x, *weights, *biases]` in autocast's dtype: as they are where they are in it, else copies, by one launch.
+def to_cast(
+    dtype: torch.dtype, dtypes: Sequence[torch.dtype | None], biases: Sequence[int]
+) -> dict[str, tuple[int, ...]]:  # fmt: skip
+    """By route, which operands autocast gives another dtype, x being the first; empty where it gives none another.
 
-    The Triton product adds the bias in float32, so it takes that in its own dtype. x's copy can be viewed as a matrix.
+    The Triton product adds the bias in float32, so it takes that as it is.
     """
-    if x.dtype is not dtype:
-        x = x.to(dtype) if collapses(x) else x.to(dtype, memory_format=torch.contiguous_format)
-    low = [x, *weights, *biases]
-    last = len(low) if route == "library" else 1 + len(weights)
-    cast = [i for i in range(1, last) if low[i] is not None and low[i].dtype is not dtype]
-    if len(cast) == 1:
-        low[cast[0]] = low[cast[0]].to(dtype)
-    elif cast:
-        full = [low[i] for i in cast]
+    library = tuple(i for i, d in enumerate(dtypes) if d not in (None, dtype))
+    return {"library": library, "triton": tuple(i for i in library if i not in biases)} if library else {}
+
+
+def lowered(dtype: torch.dtype, which: Sequence[int], operands: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The operands, `which` of them as copies in `dtype`: the parameters by one launch, x so that it collapses."""
+    low = list(operands)
+    if which and which[0] == 0:
+        x, which = low[0], which[1:]
+        low[0] = x.to(dtype) if collapses(x) else x.to(dtype, memory_format=torch.contiguous_format)
+    if len(which) == 1:
+        low[which[0]] = low[which[0]].to(dtype)
+    elif which:
+        full = [low[i] for i in which]
         copies = [torch.empty_like(t, dtype=dtype) for t in full]
         torch._foreach_copy_(copies, full)
-        for i, t in zip(cast, copies, strict=True):
+        for i, t in zip(which, copies, strict=True):
             low[i] = t
     return low
 
@@ -74,6 +83,11 @@ def casts(saved: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> li
     what it cast.
     """
     return [t for t, full in zip(saved, inputs, strict=True) if t is not None and t is not full]
+
+
+def given(grads: Sequence[Tensor | None]) -> bool:
+    """Whether any of these gradients came."""
+    return any(g is not None for g in grads)
 
 
 def through_casts(
@@ -147,19 +161,19 @@ def factor(g: Tensor) -> Tensor:
 
 
 def linear_kernel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation, y_dtype: torch.dtype, keep_z: bool
-) -> tuple[Tensor, Tensor | None]:
-    """`(act(z), z)` of `z = x @ weight.T + bias` by the Triton product; z only where it is to be kept."""
-    shape = (*x.shape[:-1], weight.shape[0])
-    y = x.new_empty(*shape, dtype=y_dtype)
-    z = x.new_empty(*shape) if keep_z else None
-    x = rows(x)
+    x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation, y_dtype: torch.dtype, keep_z: bool,
+    shape: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`(act(z), z)` of `z = x @ weight.T + bias` by the Triton product; z, a matrix, only where it is to be kept."""
+    M, N = x.shape[0], weight.shape[0]
+    y = x.new_empty(shape or (M, N), dtype=y_dtype)
+    z = x.new_empty(M, N) if keep_z else None
     lowered = x.dtype is torch.float32 and x.is_cuda and tf32()
     b_n = None if bias is None else bias.stride(0)
     b_dtype = None if bias is None else bias.dtype
     run = _linear_launch(
-        *x.shape, x.stride(), weight.shape[0], weight.stride(), b_n, x.dtype, b_dtype, y_dtype, act, keep_z, lowered
-    )
+        *x.shape, x.stride(), N, weight.stride(), b_n, x.dtype, b_dtype, y_dtype, act, keep_z, lowered
+    )  # fmt: skip
     run(x, weight, bias, y, z)
     return y, z
 
@@ -183,27 +197,24 @@ def _linear_launch(
     return load("launch").Launch(kernel.linear_forward, grid, rest, config.warps, config.stages)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` by the library, on one dtype. Never a view: an op may return it, and a user edit it in place."""
-    if bias is not None and bias.dtype is not x.dtype:
-        bias = bias.to(x.dtype)
-    if x.dim() == 2:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[int] | None = None) -> Tensor:
+    """`F.linear` of a matrix by the library, on one dtype; a matrix, or in `shape`.
+
+    Never a view: an op may return it, and a user edit it in place.
+    """
+    if shape is None or len(shape) == 2:
         return F.linear(x, weight, bias)
-    y = x.new_empty(*x.shape[:-1], weight.shape[0])
+    y = x.new_empty(shape)
     if bias is None:
-        torch.mm(rows(x), weight.t(), out=rows(y))
+        torch.mm(x, weight.t(), out=rows(y))
     else:
-        torch.addmm(bias, rows(x), weight.t(), out=rows(y))
+        torch.addmm(bias, x, weight.t(), out=rows(y))
     return y
 
 
-def activate(z: Tensor, act: Activation, dtype: torch.dtype, overwrite: bool = False) -> Tensor:
-    """`act(z)` of a contiguous z in one pass, in its place where nobody else needs it."""
-    if z.dtype is dtype:
-        y = z if overwrite else torch.empty_like(z)
-    else:
-        y = torch.empty_like(z, dtype=dtype)
-    _activate_launch(z.numel(), z.dtype, dtype, act)(z, y)
+def activate(z: Tensor, act: Activation, y: Tensor) -> Tensor:
+    """Writes `act(z)` to y in one pass, which may be z itself; both are contiguous."""
+    _activate_launch(z.numel(), z.dtype, y.dtype, act)(z, y)
     return y
 
 

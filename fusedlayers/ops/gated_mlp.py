@@ -50,7 +50,11 @@ def gated_mlp(x: Tensor, weights: Weights, biases: Biases, act: Activation, gate
 
 @dataclass(frozen=True)
 class Plan:
-    """Hidden width H of the gate, the dtype of all products, and how the halves lie in a chunked projection."""
+    """Hidden width H of the gate, the dtype of all products, and how the halves lie in a chunked projection.
+
+    shape: of what leaves; dtypes: of x, weights and biases as they come; `casts`: which of them autocast gives
+    another, by route.
+    """
 
     M: int
     H: int
@@ -58,12 +62,14 @@ class Plan:
     act: Activation
     chunked: bool
     gate_first: bool
+    x_shape: Sequence[int]
+    shape: Sequence[int]
+    dtypes: tuple[torch.dtype | None, ...]
+    casts: dict[str, tuple[int, ...]]
 
     def split(self, gate_up: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Gate and up as matrices of (M, H), from two tensors or the halves of one."""
-        if not self.chunked:
-            return gate_up.view(self.M, self.H), up.view(self.M, self.H)
-        return gated_act.halves(gate_up.view(self.M, 2 * self.H), -1, self.gate_first)
+        """Gate and up, from two matrices or the halves of one."""
+        return gated_act.halves(gate_up, -1, self.gate_first) if self.chunked else (gate_up, up)
 
 
 def auto(plan: Plan) -> str:
@@ -76,25 +82,35 @@ def _gated_mlp(x: Tensor, weights: Weights, biases: Biases, plan: Plan, route: s
     if needs_grad(x, *weights[:2], *biases[:2]):
         return _apply(x, *weights, *biases, plan, route)[0]
     with torch.no_grad():
-        x, w_gate, w_up, w_down, b_gate, b_up, b_down = _gemm.lowered(plan.dtype, route, x, weights, biases)
-        gate = _product(x, w_gate, b_gate, route)
-        up = None if w_up is None else _product(x, w_up, b_up, route)
-        h = _gated(gate, up, x.shape, plan)
-        del gate, up
+        operands: Sequence[Tensor | None] = (x, *weights, *biases)
+        if plan.casts:
+            operands = _gemm.lowered(plan.dtype, plan.casts[route], operands)
+        x, w_gate, w_up, w_down, b_gate, b_up, b_down = operands
+        h = _gated(*_projections(x, w_gate, w_up, b_gate, b_up, route), plan)
     if needs_grad(weights[2], biases[2]):  # nothing before them needs a gradient: autograd keeps h, and only if it must
-        return F.linear(h, weights[2], biases[2])
-    return _product(h, w_down, b_down, route)
+        return F.linear(h.view(*plan.x_shape[:-1], plan.H), weights[2], biases[2])
+    return _product(h, w_down, b_down, route, plan.shape)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, route: str) -> Tensor:
+def _projections(
+    x: Tensor, w_gate: Tensor, w_up: Tensor | None, b_gate: Tensor | None, b_up: Tensor | None, route: str
+) -> tuple[Tensor, Tensor | None]:
+    """Gate and up, or both in one tensor, as matrices."""
+    x = _gemm.rows(x)
+    return _product(x, w_gate, b_gate, route), None if w_up is None else _product(x, w_up, b_up, route)
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, route: str, shape: Sequence[int] | None = None
+) -> Tensor:  # fmt: skip
     if route == "triton":
-        return _gemm.linear_kernel(x, weight, bias, _IDENTITY, x.dtype, False)[0]
-    return _gemm.linear(x, weight, bias)
+        return _gemm.linear_kernel(x, weight, bias, _IDENTITY, x.dtype, False, shape)[0]
+    return _gemm.linear(x, weight, bias, shape)
 
 
-def _gated(gate_up: Tensor, up: Tensor | None, x_shape: torch.Size, plan: Plan) -> Tensor:
+def _gated(gate_up: Tensor, up: Tensor | None, plan: Plan) -> Tensor:
     gate, up = plan.split(gate_up, up)
-    h = torch.empty((*x_shape[:-1], plan.H), dtype=plan.dtype, device=gate.device)
+    h = gate.new_empty(plan.M, plan.H)
     dtype = plan.dtype
     if gate.is_contiguous() and up.is_contiguous():
         run = gated_act.forward_launch(1, h.numel(), h.numel(), h.numel(), dtype, dtype, dtype, plan.act)
@@ -118,24 +134,22 @@ class _GatedMlp(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         need_x, need_gate, need_up = ctx.needs_input_grad[:3]
-        inputs, weights, biases = (x, w_gate, w_up, w_down), (w_gate, w_up, w_down), (b_gate, b_up, b_down)
-        ctx.plan, ctx.x_shape = plan, x.shape
-        ctx.strides = tuple(None if w is None else w.stride() for w in weights)
-        ctx.dtypes = tuple(None if t is None else t.dtype for t in inputs)
-        ctx.bias_dtypes = tuple(None if b is None else b.dtype for b in biases)
-        x, w_gate, w_up, w_down, b_gate, b_up, b_down = _gemm.lowered(plan.dtype, route, x, weights, biases)
-        gate = _product(x, w_gate, b_gate, route)
-        up = None if w_up is None else _product(x, w_up, b_up, route)
+        inputs = x, w_gate, w_up, w_down
+        ctx.plan, ctx.strides = plan, (w_gate.stride(), None if w_up is None else w_up.stride(), w_down.stride())
+        if plan.casts:
+            operands = x, w_gate, w_up, w_down, b_gate, b_up, b_down
+            x, w_gate, w_up, w_down, b_gate, b_up, b_down = _gemm.lowered(plan.dtype, plan.casts[route], operands)
+        gate, up = _projections(x, w_gate, w_up, b_gate, b_up, route)
         saved = x if need_gate or need_up else None, w_gate if need_x else None, w_up if need_x else None, w_down
         ctx.save_for_backward(*saved, gate, up)
-        y = _product(_gated(gate, up, x.shape, plan), w_down, b_down, route)
-        return y, gate, up, *_gemm.casts(saved, inputs)
+        y = _product(_gated(gate, up, plan), w_down, b_down, route, plan.shape)
+        return (y, gate, up, *_gemm.casts(saved, inputs)) if plan.casts else (y, gate, up)
 
     @staticmethod
     def backward(
         ctx: Any, g: Tensor | None, g_gate: Tensor | None, g_up: Tensor | None, *g_casts: Tensor | None
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        if torch.is_grad_enabled() or any(t is not None for t in (g_gate, g_up, *g_casts)):
+        if torch.is_grad_enabled() or _gemm.given((g_gate, g_up, *g_casts)):
             return _composite(ctx, g, g_gate, g_up, g_casts)
         if g is None:
             return (None,) * 9
@@ -153,13 +167,13 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x, w_gate, w_up, w_down, kept_gate, kept_up = ctx.saved_tensors
     plan, needs = ctx.plan, ctx.needs_input_grad
     need_down, need_b_down = needs[3], needs[6]
-    x_dtype, gate_dtype, up_dtype, down_dtype = ctx.dtypes
+    x_dtype, gate_dtype, up_dtype, down_dtype, *bias_dtypes = plan.dtypes
     g = _gemm.factor(g)
     dh = torch.mm(g, w_down)
     dgate, dup, both, sums, h = _gate_pass(plan, dh, plan.split(kept_gate, kept_up), needs)
     dw_down = _gemm.weight_grad(g, h, ctx.strides[2], down_dtype) if need_down else None
     del h, dh
-    db_down = _gemm.bias_grad(g, ctx.bias_dtypes[2]) if need_b_down else None
+    db_down = _gemm.bias_grad(g, bias_dtypes[2]) if need_b_down else None
     need_x, need_gate, need_up = needs[:3]
     x = None if x is None else _gemm.rows(x)
     dx = dw_gate = dw_up = db_gate = db_up = None
@@ -167,7 +181,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         dx = _gemm.product(both, w_gate, x_dtype) if need_x else None
         dw_gate = _gemm.weight_grad(both, x, ctx.strides[0], gate_dtype) if need_gate else None
         if needs[4]:
-            db_gate = both.new_empty(2 * plan.H, dtype=ctx.bias_dtypes[0])
+            db_gate = both.new_empty(2 * plan.H, dtype=bias_dtypes[0])
             load("reduce").finish(sums, *gated_act.halves(db_gate, -1, plan.gate_first))
     else:
         if need_x:
@@ -178,10 +192,10 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         if sums is not None:
             db_gate, db_up = (
                 g.new_empty(plan.H, dtype=dtype) if need else None
-                for need, dtype in zip(needs[4:6], ctx.bias_dtypes, strict=False)
+                for need, dtype in zip(needs[4:6], bias_dtypes, strict=False)
             )
             load("reduce").finish(sums, db_gate, db_up)
-    dx = None if dx is None else dx.view(ctx.x_shape)
+    dx = None if dx is None else dx.view(plan.x_shape)
     return dx, dw_gate, dw_up, dw_down, db_gate, db_up, db_down, None, None
 
 
@@ -226,7 +240,7 @@ def _composite(
         active = act(gate).to(dtype)
         dgate, dup = gated_act.composite(torch.mm(g, w_down), gate, up, act, (True, True), (dtype, dtype))
         grads[3] = _gemm.weight_grad(g, active * up, None, dtype) if needs[3] else None
-        grads[6] = g.sum(0).to(ctx.bias_dtypes[2]) if needs[6] else None
+        grads[6] = g.sum(0).to(plan.dtypes[6]) if needs[6] else None
     if plan.chunked:
         both = None if g is None else torch.cat((dgate, dup) if plan.gate_first else (dup, dgate), -1)
         pairs = [(both, g_gate, w_gate, 0)]
@@ -234,31 +248,36 @@ def _composite(
         pairs = [(dgate, g_gate, w_gate, 0), (dup, g_up, w_up, 1)]
     for dz, own, weight, i in pairs:
         if own is not None:
-            dz = _gemm.rows(own) if dz is None else dz + _gemm.rows(own)
+            dz = own if dz is None else dz + own
         if dz is None:
             continue
         if needs[0]:
-            dx = _gemm.input_grad(dz, weight, ctx.x_shape, dtype)
+            dx = _gemm.input_grad(dz, weight, plan.x_shape, dtype)
             grads[0] = dx if grads[0] is None else grads[0] + dx
         grads[1 + i] = _gemm.weight_grad(dz, _gemm.rows(x), None, dtype) if needs[1 + i] else None
-        grads[4 + i] = dz.sum(0).to(ctx.bias_dtypes[i]) if needs[4 + i] else None
-    grads[:4] = _gemm.through_casts(grads[:4], (x, w_gate, w_up, w_down), ctx.dtypes, needs[:4], g_casts)
+        grads[4 + i] = dz.sum(0).to(plan.dtypes[4 + i]) if needs[4 + i] else None
+    grads[:4] = _gemm.through_casts(grads[:4], (x, w_gate, w_up, w_down), plan.dtypes[:4], needs[:4], g_casts)
     return tuple(grads)
 
 
 def _plan(x: Tensor, weights: Weights, biases: Biases, act: Activation, gate_first: bool) -> Plan | str:
-    dtype = _gemm.gemm_dtype(x, *weights, *biases)
-    if dtype is None:
-        return "the dtypes differ"
-    shapes = tuple(None if t is None else t.shape for t in (*weights, *biases))
-    return _cached_plan(x.shape, shapes, dtype, act, gate_first)
+    shapes, dtypes = [x.shape], [x.dtype]
+    for t in (*weights, *biases):
+        shapes.append(None if t is None else t.shape)
+        dtypes.append(None if t is None else t.dtype)
+    return _cached_plan(tuple(shapes), tuple(dtypes), _gemm.autocast_dtype(x), act, gate_first)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached_plan(x: Any, shapes: Any, dtype: torch.dtype, act: Activation, gate_first: bool) -> Plan | str:
+def _cached_plan(
+    shapes: Any, dtypes: Any, autocast: torch.dtype | None, act: Activation, gate_first: bool
+) -> Plan | str:  # fmt: skip
+    dtype = _gemm.gemm_dtype(autocast, *dtypes)
+    if dtype is None:
+        return "the dtypes differ"
     if not load("activations").supports(act):
         return f"{act.name} has no kernel"
-    w_gate, w_up, w_down, b_gate, b_up, b_down = shapes
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = shapes
     chunked = w_up is None
     found = _gemm.linear_shape(x, w_gate, b_gate)
     if isinstance(found, str):
@@ -270,4 +289,7 @@ def _cached_plan(x: Any, shapes: Any, dtype: torch.dtype, act: Activation, gate_
     if not chunked and (w_up != w_gate or isinstance(_gemm.linear_shape(x, w_up, b_up), str)):
         return "gate and up differ in size"
     down = _gemm.linear_shape((*x[:-1], H), w_down, b_down)
-    return down if isinstance(down, str) else Plan(M, H, dtype, act, chunked, gate_first)
+    if isinstance(down, str):
+        return down
+    casts = _gemm.to_cast(dtype, dtypes, (4, 5, 6))
+    return Plan(M, H, dtype, act, chunked, gate_first, x, (*x[:-1], w_down[0]), dtypes, casts)

@@ -400,7 +400,8 @@ AUTO = [("relu", "library"), ("gelu", "library"), ("silu", "library"), ("identit
 @pytest.mark.parametrize(("act", "expected"), AUTO)
 def test_auto_fuses_what_pays(act, expected):
     """With nothing to follow, eager is one call already."""
-    assert op.auto(op.Plan(8, 6, 4, torch.float32, torch.float32, True, get(act))) == expected
+    plan = op.Plan(8, 6, 4, torch.float32, torch.float32, get(act), (8, 4), (8, 6), (torch.float32,) * 3, {})
+    assert op.auto(plan) == expected
 
 
 def test_exact_gelu_never_takes_the_tanh_epilogue(device):
