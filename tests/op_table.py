@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fusedlayers import functional as fused
 from fusedlayers.activations import Activation, get, names
+from fusedlayers.ops.projections import projections
 from fusedlayers.ops.split_heads import split_heads
 from tests.harness import FLOATS, randn
 
@@ -280,5 +281,16 @@ register(
         lambda _, x: (x * 1.0).reshape(_heads(x)).permute(2, 0, 3, 1, 4).unbind(0),
         lambda lead, n: [(*lead, 6 * max(n // 6, 1))],
         activated=False,
+    )
+)
+register(
+    Op(
+        "projections",
+        lambda _, x, q, k, b, c: torch.cat(projections(x, (q, k), (b, c)), -1),
+        lambda _, x, q, k, b, c: torch.cat((F.linear(x, q, b), F.linear(x, k, c)), -1),
+        lambda lead, n: [(*lead, 11), (n, 11), (5, 11), (n,), (5,)],
+        activated=False,
+        fan_in=frozenset({1, 2}),
+        sums=True,
     )
 )

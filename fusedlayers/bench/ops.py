@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import functional
 from ..activations import get
+from ..ops.projections import projections as projections_op
 from ..ops.split_heads import split_heads as split_heads_op
 from .peers import DTYPES, Case
 
@@ -211,6 +212,35 @@ def split_heads(batch: int, tokens: int, heads: int, width: int, dtype: str) -> 
     )
 
 
+def projections(rows: int, inner: int, widths: tuple[int, ...], low: str) -> Case:
+    """x and parameters in float32 under autocast to `low`, whose casts are a part of what is timed."""
+    dt, n, total = DTYPES[low], len(widths), sum(widths)
+
+    def make(d: torch.device) -> tuple:
+        weights = (rand(d, torch.float32, w, inner, scale=inner**-0.5) for w in widths)
+        return (rand(d, torch.float32, rows, inner), *weights, *(rand(d, torch.float32, w) for w in widths))
+
+    def under_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def call(x: Tensor, *parameters: Tensor) -> Any:
+            with torch.autocast(x.device.type, dt):
+                return tuple(fn(x, parameters[:n], parameters[n:]))
+
+        return call
+
+    # x and the weights read in float32, cast; the gradients read, packed and read twice, x's and the weights' written
+    ends, low_unit = 4 * inner * (rows + total), dt.itemsize
+    return Case(
+        f"projections/-/{rows}x{inner}x{'+'.join(map(str, widths))}/{low}-autocast",
+        make,
+        under_autocast(projections_op),
+        under_autocast(lambda x, weights, biases: map(F.linear, [x] * n, weights, biases)),
+        moved=(ends + low_unit * (2 * inner * (rows + total) + rows * total),
+               ends + low_unit * (inner * (rows + total) + 4 * rows * total)),
+        flops=6 * rows * inner * total,
+        shared=tuple(range(1, 1 + 2 * n)),
+    )  # fmt: skip
+
+
 def key_cases() -> list[Case]:
     """The sizes that DESIGN and the issues name."""
     rows = 65536
@@ -235,6 +265,8 @@ def key_cases() -> list[Case]:
         scale_residual(rows, 768, "bf16", scale=False, dropout=0.1),
         scale_residual(rows, 768, "bf16", scale=True, dropout=0.1),
         split_heads(128, 197, 12, 64, "bf16"),
+        projections(16384, 768, (768, 768, 768), "bf16"),
+        projections(8192, 4096, (4096, 1024, 1024), "bf16"),
     ]
 
 
@@ -275,6 +307,7 @@ def small_cases() -> list[Case]:
         group_norm_act(2, 32, 2, "fp32", groups=8),
         scale_residual(8, 16, "fp32"),
         split_heads(2, 3, 2, 4, "fp32"),
+        projections(8, 16, (16, 8, 8), "bf16"),
     ]
 
 

@@ -6,7 +6,8 @@ host; elsewhere the fused call is at least as fast at any size. So one small pro
 and builds only that op's own kernels.
 
 Nothing of the user's is touched: probes make their own tensors, draw nothing from any generator, and run outside
-autocast. A measurement is never made while a stream is captured, and never waits for another thread's.
+autocast, but for those of ops that stand for what autocast does. A measurement is never made while a stream is
+captured, and never waits for another thread's.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def measure(op: str, device: torch.device) -> dict[str, Any]:
     fn, args = getattr(importlib.import_module(f"{__package__}.{op}"), op), PROBES[op](device)
     routes: dict[str, Any] = {}
     for train in (True, False):
-        step = functools.partial(_step, fn, args, train)
+        step = functools.partial(_step, fn, args, train, op in CASTING)
         fused, eager = host_times(op, device, step, ({}, _table.REFERENCE))
         for dtype, short in _table.NAMES.items():
             below = crossover(fused, eager, bandwidth(device), EAGER_PASSES[train] * dtype.itemsize)
@@ -131,12 +132,14 @@ def bandwidth(device: torch.device) -> float:
     return clock * 1e3 * 2 * width / 8 / 1e6 or 1e6
 
 
-def _step(fn: Callable[..., Any], args: Args, train: bool) -> None:
-    with torch.set_grad_enabled(train), torch.autocast("cuda", enabled=False):
+def _step(fn: Callable[..., Any], args: Args, train: bool, casts: bool) -> None:
+    given = [t for a in args for t in (a if isinstance(a, tuple) else (a,))]
+    kind = next(t for t in given if isinstance(t, Tensor)).device.type
+    with torch.set_grad_enabled(train), torch.autocast(kind, torch.bfloat16, enabled=casts):
         out = fn(*args)
         outs = out if isinstance(out, tuple) else (out,)
         if train:
-            wanted = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
+            wanted = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
             torch.autograd.grad(outs, wanted, [o.detach() for o in outs])
 
 
@@ -167,8 +170,12 @@ PROBES: dict[str, Callable[[torch.device], Args]] = {
     "batch_norm_act": _batch_norm,
     "scale_residual": lambda d: _rows(d, 0.0, 0.0, False, tensors=2, vectors=1),
     "split_heads": lambda d: (_values(d, 4, 16, 96), 4, 16, 3, 2, 16),
+    "projections": lambda d: (_values(d, 64, 64), (_values(d, 64, 64),) * 3, (_values(d, 64),) * 3),
 }
 """By op: arguments of `ops.<op>.<op>`, about 4096 elements."""
+
+CASTING = frozenset({"projections"})
+"""Ops that leave everything to eager outside of autocast."""
 
 
 def _read(path: Path) -> dict[str, Any]:
