@@ -21,7 +21,7 @@ from .reduce import mean_of, product
 
 
 @triton.jit
-def _weight(w_ptr, cols, in_cols, CT: tl.constexpr, OFFSET: tl.constexpr):
+def weight_of(w_ptr, cols, in_cols, CT: tl.constexpr, OFFSET: tl.constexpr):
     return tl.load(w_ptr + cols, mask=in_cols, other=0.0).to(CT) + OFFSET
 
 
@@ -33,10 +33,27 @@ def _finished(xhat, w_ptr, b_ptr, cols, in_cols, XT: tl.constexpr, CT: tl.conste
     if CAST:
         y = y.to(XT).to(CT)
     if HAS_W:
-        y = y * _weight(w_ptr, cols, in_cols, CT, OFFSET)
+        y = y * weight_of(w_ptr, cols, in_cols, CT, OFFSET)
     if HAS_B:
         y = y + tl.load(b_ptr + cols, mask=in_cols, other=0.0).to(CT)
     return y
+
+
+@triton.jit
+def norm_rows(x, rows, in_rows, cols, in_cols, w_ptr, b_ptr, y_ptr, stats_ptr, M, N,
+              XT: tl.constexpr, CT: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, CENTER: tl.constexpr,
+              CAST: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, WRITE_STATS: tl.constexpr):  # fmt: skip
+    """Writes y and the statistics of rows held whole, `x` (BR, BN)."""
+    if CENTER:
+        mean = mean_of(tl.sum(x, axis=1), N)
+        x = tl.where(in_cols, x - mean[:, None], 0.0)
+        if WRITE_STATS:
+            tl.store(stats_ptr + M + rows, mean, mask=in_rows)
+    rstd = tl.rsqrt(tl.sum(product(x, x), axis=1) / N + EPS)
+    if WRITE_STATS:
+        tl.store(stats_ptr + rows, rstd, mask=in_rows)
+    y = _finished(x * rstd[:, None], w_ptr, b_ptr, cols, in_cols, XT, CT, OFFSET, CAST, HAS_W, HAS_B)
+    tl.store(y_ptr + rows[:, None] * N + cols, y.to(y_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols)
 
 
 @triton.jit
@@ -59,17 +76,8 @@ def forward(
         # the norm sees the sum as it is returned, rounded
         x = (x.to(CT) + res.to(CT)).to(XT)
         tl.store(sum_ptr + rows[:, None] * N + cols, x, mask=mask)
-    x = x.to(CT)
-    if CENTER:
-        mean = mean_of(tl.sum(x, axis=1), N)
-        x = tl.where(in_cols, x - mean[:, None], 0.0)
-        if WRITE_STATS:
-            tl.store(stats_ptr + M + rows, mean, mask=in_rows)
-    rstd = tl.rsqrt(tl.sum(product(x, x), axis=1) / N + EPS)
-    if WRITE_STATS:
-        tl.store(stats_ptr + rows, rstd, mask=in_rows)
-    y = _finished(x * rstd[:, None], w_ptr, b_ptr, cols, in_cols, XT, CT, OFFSET, CAST, HAS_W, HAS_B)
-    tl.store(y_ptr + rows[:, None] * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    norm_rows(x.to(CT), rows, in_rows, cols, in_cols, w_ptr, b_ptr, y_ptr, stats_ptr, M, N,
+              XT, CT, EPS, OFFSET, CENTER, CAST, HAS_W, HAS_B, WRITE_STATS)  # fmt: skip
 
 
 @triton.jit
@@ -129,6 +137,19 @@ def forward_long(
 
 
 @triton.jit
+def grad_rows(g, xhat, rstd, w, N, CENTER: tl.constexpr, HAS_W: tl.constexpr):
+    """The gradient of what was normalised, for rows held whole; `w` (1, BN)."""
+    wg = g
+    if HAS_W:
+        wg = product(g, w)
+    slope = tl.sum(product(wg, xhat), axis=1)[:, None] / N
+    dx = wg - xhat * slope
+    if CENTER:
+        dx -= tl.sum(wg, axis=1)[:, None] / N
+    return dx * rstd
+
+
+@triton.jit
 def backward(
     g_ptr, gsum_ptr, s_ptr, w_ptr, stats_ptr, dx_ptr, dres_ptr, partial_ptr, M, n_v, g_v, gsum_v, s_v,
     CT: tl.constexpr, OFFSET: tl.constexpr, CENTER: tl.constexpr, HAS_GSUM: tl.constexpr, HAS_W: tl.constexpr,
@@ -145,8 +166,9 @@ def backward(
     blocks = tl.num_programs(0)
     cols = tl.arange(0, BN)[None, :]
     in_cols = cols < N
+    w = cols
     if HAS_W and NEED_DX:
-        w = _weight(w_ptr, cols, in_cols, CT, OFFSET)
+        w = weight_of(w_ptr, cols, in_cols, CT, OFFSET)
     sum_w = tl.zeros((AR, BN), dtype=CT)
     sum_b = tl.zeros((AR, BN), dtype=CT)
     for tile in tl.range(pid, tl.cdiv(M, BR), blocks, num_stages=STAGES):
@@ -162,14 +184,7 @@ def backward(
                 x -= tl.load(stats_ptr + M + rows, mask=in_rows, other=0.0)[:, None]
             xhat = x * rstd
         if NEED_DX:
-            wg = g
-            if HAS_W:
-                wg = product(g, w)
-            slope = tl.sum(product(wg, xhat), axis=1)[:, None] / N
-            dx = wg - xhat * slope
-            if CENTER:
-                dx -= tl.sum(wg, axis=1)[:, None] / N
-            dx *= rstd
+            dx = grad_rows(g, xhat, rstd, w, N, CENTER, HAS_W)
             if HAS_GSUM:
                 dx += tl.load(gsum_ptr + rows[:, None] * (gsum_v * V) + cols, mask=mask, other=0.0).to(CT)
             at = rows[:, None] * N + cols
@@ -177,9 +192,9 @@ def backward(
             if NEED_DRES:
                 tl.store(dres_ptr + at, dx.to(dres_ptr.dtype.element_ty), mask=mask)
         if NEED_DW:
-            sum_w += _folded(g * xhat, AR, BR)
+            sum_w += folded(g * xhat, AR, BR)
         if NEED_DB:
-            sum_b += _folded(g, AR, BR)
+            sum_b += folded(g, AR, BR)
     at = pid.to(tl.int64) * N + tl.arange(0, BN)
     in_cols = tl.arange(0, BN) < N
     if NEED_DW:
@@ -189,7 +204,7 @@ def backward(
 
 
 @triton.jit
-def _folded(t, AR: tl.constexpr, BR: tl.constexpr):
+def folded(t, AR: tl.constexpr, BR: tl.constexpr):
     """Adds the rows of a tile up at once where they lie in one thread; else the sums stay apart until the end."""
     if AR < BR:
         t = tl.sum(t, axis=0, keep_dims=True)
@@ -244,7 +259,7 @@ def _long_chunk(g_ptr, s_ptr, w_ptr, start, N, mean, rstd, CT: tl.constexpr, OFF
     if CENTER:
         x -= mean
     if HAS_W:
-        wg *= _weight(w_ptr, cols, in_cols, CT, OFFSET)
+        wg *= weight_of(w_ptr, cols, in_cols, CT, OFFSET)
     return wg, x * rstd
 
 

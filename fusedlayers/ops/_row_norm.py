@@ -250,16 +250,22 @@ class _Call:
         g: Tensor | None, g_sum: Tensor | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """The same gradients in torch ops, for higher derivatives."""
-        need_x, need_res, need_w, need_b = needs
+        ds, *params = self._gradients(s, weight, bias, needs, g, g_sum)
+        wanted = zip(needs, (self.x_dtype, self.residual_dtype), strict=False)
+        return *(ds.to(dtype) if need and ds is not None else None for need, dtype in wanted), *params, None
+
+    def _gradients(
+        self, s: Tensor, weight: Tensor | None, bias: Tensor | None, needs: tuple[bool, ...],
+        g: Tensor | None, g_sum: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Of s, weight and bias."""
         ds = dw = db = None
         if g is not None:
-            wanted = need_x or need_res, need_w, need_b
+            wanted = needs[0] or needs[1], *needs[2:]
             ds, dw, db = composite_backward(self._exact, (s, weight, bias), wanted, (g,))
         if g_sum is not None:
             ds = g_sum if ds is None else ds + g_sum
-        dx = ds.to(self.x_dtype) if need_x and ds is not None else None
-        dres = ds.to(self.residual_dtype) if need_res and ds is not None else None
-        return dx, dres, dw, db, None
+        return ds, dw, db
 
     def _exact(self, s: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The norm in its compute dtype from end to end, so that no autocast policy and no rounding takes part."""

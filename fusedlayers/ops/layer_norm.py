@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._drop_norm import drop_norm
 from ._dtypes import norm_autocasts
 from ._row_norm import Dtypes, Norm, Result, row_norm
 
@@ -29,6 +30,22 @@ def layer_norm(
     once, the value is rounded once, as before, and the pass that casts it is saved.
     """
     return row_norm(_LayerNorm.of(normalized_shape, eps, out_dtype), x, residual, weight, bias)
+
+
+def dropout_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    p: float,
+    training: bool,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The layer norm of `F.dropout(x, p, training) + residual`, and that sum; with eager's mask."""
+    return drop_norm(_LayerNorm.of(normalized_shape, eps, out_dtype), x, residual, weight, bias, p, training)
 
 
 @dataclass(frozen=True, eq=False)

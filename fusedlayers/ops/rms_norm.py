@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._drop_norm import drop_norm
 from ._dtypes import compute_dtype, norm_autocasts
 from ._row_norm import Dtypes, Norm, Result, row_norm
 
@@ -36,6 +37,24 @@ def rms_norm(
     return row_norm(
         _RMSNorm.of(normalized_shape, eps, out_dtype, offset, cast_before_weight), x, residual, weight, None
     )
+
+
+def dropout_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    p: float,
+    training: bool,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    offset: float = 0.0,
+    cast_before_weight: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The RMS norm of `F.dropout(x, p, training) + residual`, and that sum; with eager's mask."""
+    norm = _RMSNorm.of(normalized_shape, eps, out_dtype, offset, cast_before_weight)
+    return drop_norm(norm, x, residual, weight, None, p, training)
 
 
 @dataclass(frozen=True, eq=False)

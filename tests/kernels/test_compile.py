@@ -144,6 +144,40 @@ def row_norm() -> Iterator[Entry]:
                 yield Entry(f"{name}-params", module.backward_params, signature, {**constants, "BR": 16, "BN": 128})
 
 
+def drop_norm() -> Iterator[Entry]:
+    import triton.language as tl
+
+    from fusedlayers.ops import _drop_norm
+
+    module = kernels.load("drop_norm")
+    # DROP, VEC, GROUPED, RNG_PTR: eager's masks by vector width and one by one; fast ones
+    draws = [(1, 8, True, False), (1, 4, True, True), (1, 1, False, False), (2, 8, True, False)]
+    for N, center in ((64, True), (768, True), (1024, False), (8192, True)):
+        for drop, vec, grouped, rng in draws if N == 768 else draws[:1]:
+            bias, state, words = "*bf16" if center else None, ("*i64", "*i64") if rng else (None, None), ("i32",) * 4
+            common = {
+                "CT": tl.float32, "OFFSET": 0.0, "CENTER": center, "HAS_W": True, "RNG_PTR": rng, "DROP": drop,
+                "VEC": vec, "GROUPED": grouped, "WIDE": False, "V": 16,
+            }  # fmt: skip
+            name = f"drop_norm-{N}-{'layer' if center else 'rms'}-{drop}-{vec}"
+            tile = _drop_norm.forward_tile(N, 4)
+            constants = {
+                **common, "XT": tl.float32, "EPS": 1e-5, "CAST": False, "HAS_B": center, "WRITE_STATS": True,
+                "BR": tile.rows, "BN": tile.cols,
+            }  # fmt: skip
+            pointers = ("*bf16", "*fp32", "*bf16", bias, *state, "*fp32", "*fp32", "*fp32")
+            signature = (*pointers, *words, *["i32"] * 4, "i32", "i32", "fp32")
+            yield Entry(f"{name}-forward", module.forward, signature, constants, tile.warps)
+            tile = _drop_norm.backward_tile(N, 4, 4, SHARED_MEMORY[89])
+            constants = {
+                **common, "HAS_GSUM": True, "NEED_DX": True, "NEED_DRES": True, "NEED_DW": True, "NEED_DB": center,
+                "BR": tile.rows, "BN": tile.cols, "AR": tile.sums, "STAGES": tile.stages,
+            }  # fmt: skip
+            pointers = ("*fp32", "*fp32", "*fp32", "*bf16", "*fp32", *state, "*bf16", "*fp32", "*fp32")
+            signature = (*pointers, *words, *["i32"] * 5, "i32", "i32", "fp32")
+            yield Entry(f"{name}-backward", module.backward, signature, constants, tile.warps)
+
+
 def _norm_act() -> tuple[Any, ...]:
     """The compute dtype, the constants of ReLU's value and gradient, and constexpr values by name."""
     import triton.language as tl
@@ -287,7 +321,7 @@ def split_heads() -> Iterator[Entry]:
         yield Entry(f"pack-{name}", pack, signature, constants)
 
 
-FAMILIES = (act_bias, batch_norm, gated, group_norm, linear, residual, row_norm, split_heads)
+FAMILIES = (act_bias, batch_norm, drop_norm, gated, group_norm, linear, residual, row_norm, split_heads)
 ENTRIES = [entry for family in FAMILIES for entry in family()]
 
 
