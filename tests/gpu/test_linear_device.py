@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import fusedlayers as fl
+from fusedlayers import inspect
 from fusedlayers.functional import gated_act, gated_mlp, linear_act, mlp
+from fusedlayers.ops import _gemm
 from tests.harness import compare, randn
 
 ROUTES = ("triton", "library")
@@ -137,3 +139,51 @@ def test_side_stream(route):
     torch.cuda.current_stream().wait_stream(stream)
     for a, e in zip(got, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_under_autocast_are_rounded_once(route):
+    """To float32, where eager's go through autocast's dtype; fails where this torch can and the op does not."""
+    if not _gemm._HAS_OUT_DTYPE:
+        pytest.skip("needs torch.mm with out_dtype, torch 2.8")
+    x, w, b = operands(512, 256, 384)
+    with torch.autocast("cuda", torch.bfloat16):
+        y = linear_act(x, w, b, "relu")
+    g = randn(512, 256, dtype=torch.bfloat16, device="cuda", grad=False)
+    dx, dw, _ = torch.autograd.grad(y, (x, w, b), g)
+    dz = torch.where(y > 0, g, 0).double()
+    for got, exact in ((dx, dz @ w.bfloat16().double()), (dw, dz.t() @ x.bfloat16().double())):
+        assert got.dtype == torch.float32
+        assert (got - exact).norm() <= 1e-4 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("is_matrix", [True, False])
+@pytest.mark.parametrize("op", [mlp, gated_mlp])
+def test_casts_and_copies_are_launched_once(op, is_matrix, dtype, route):
+    """All parameters are cast by one launch, none of their gradients is, and x is copied once at the most."""
+    w, wide = (randn(128, 128, device="cuda", seed=i) for i in range(2))
+    b = randn(128, device="cuda")
+    parameters = [w, b, wide, b] if op is mlp else [w, wide, w, b, b, b]
+
+    def launches(x, parameters):
+        g = torch.ones(4, 32, 128, dtype=torch.bfloat16, device="cuda")
+
+        def step():
+            with torch.autocast("cuda", torch.bfloat16):
+                y = op(x, *parameters)
+            torch.autograd.grad(y, (x, *dict.fromkeys(parameters)), g)
+
+        names = [k.name for k in inspect.launches(step)]
+        return sum("copy_kernel_cuda" in n for n in names), sum("multi_tensor_apply" in n for n in names)
+
+    x = randn(4, 32, 128, dtype=torch.bfloat16, device="cuda")
+    copies, casts = launches(x, [t.detach().bfloat16().requires_grad_() for t in parameters])
+    assert casts == 0
+    x = x.detach().to(dtype)
+    if not is_matrix:
+        x = x.view(4, 128, 32).transpose(1, 2)
+    expected = copies + (dtype is torch.float32 or not is_matrix)
+    if dtype is torch.float32 and op is gated_mlp:
+        expected += 1  # x's gradient is a sum of two products
+    if _gemm._HAS_OUT_DTYPE:
+        assert launches(x.requires_grad_(), parameters) == (expected, 1)
