@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...nn._children import stored
@@ -27,9 +28,10 @@ from .. import effects
 from ..pattern import Pattern, add, leaf, through, value
 from ..readers import Readers, Unfit, readers
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
-from .layer_norm import NORMS, _obstacle
+from .layer_norm import NORMS, _obstacle, after_dropout, dropout_problem, dropped_norm
 from .layer_norm_2d import LAYER_NORMS_2D
 from .mlp import GatedMlp
+from .residual import rate
 from .rms_forms import _problem, form_of, is_written_rms_norm, rounds_to_weight
 
 Held = Callable[[nn.Module], bool] | None
@@ -47,6 +49,19 @@ def add_low_norm(layer: Any, x: Tensor, residual: Tensor, module: nn.Module, hel
         total = x + residual
         return low_norm(layer, total, module, held), total
     return _norm(layer, x, residual, _product_dtype(module, held, x, residual))
+
+
+def drop_add_low_norm(
+    layer: Any, x: Tensor, residual: Tensor, drop: nn.Module | float, module: nn.Module, held: Held
+) -> tuple[Tensor, Tensor]:
+    """Likewise of `drop(x) + residual`."""
+    p = rate(drop)
+    if not p:
+        return add_low_norm(layer, x, residual, module, held)
+    if x.shape != residual.shape:
+        total = F.dropout(x, p, True) + residual
+        return low_norm(layer, total, module, held), total
+    return dropped_norm(layer, x, residual, p, _product_dtype(module, held, x, residual))
 
 
 def low_norm_2d(layer: Any, x: Tensor, module: nn.Module, held: Held) -> Tensor:
@@ -142,6 +157,23 @@ class AddNormForProduct(_ForProduct):
 
     def fuse(self, m: Match) -> Call:
         return m.call(add_low_norm, m.norm, m.x, m.residual, m.own(), _readers(m).held)
+
+
+@register_rule
+class DropAddNormForProduct(_ForProduct):
+    """`fc(norm(dropout(x) + residual))`: under autocast the norm is written in the dtype of the product."""
+
+    pattern = after_dropout(leaf("norm", *NORMS, pins=("_fast_norm",)))
+    outputs = ("norm", "sum")
+    priority = 24
+    random = True
+
+    def check(self, m: Match) -> str | None:
+        problem = dropout_problem(m)
+        return super().check(m) if problem is None else problem
+
+    def fuse(self, m: Match) -> Call:
+        return m.call(drop_add_low_norm, m.norm, m.x, m.residual, m.drop, m.own(), _readers(m).held)
 
 
 @register_rule

@@ -26,10 +26,7 @@ def scale_residual(
     """`residual + path(drop(scale * x))` with each module's settings as they are on this call."""
     if isinstance(scale, nn.Module):
         scale = getattr(scale, gamma)
-    p = drop if isinstance(drop, float) else 0.0
-    if isinstance(drop, nn.Module) and drop.training:
-        p = drop.p
-    q = 0.0
+    p, q = rate(drop), 0.0
     if path is not None and path.training:
         q = path.drop_prob if hasattr(path, "drop_prob") else path.p
     if not (isinstance(x, Tensor) and isinstance(residual, Tensor) and x.is_floating_point()):
@@ -37,6 +34,13 @@ def scale_residual(
     if isinstance(scale, Tensor) and not p and not q:
         return _multiply_add(scale, x, residual)
     return fused.scale_residual(x, residual, scale, dropout_p=p, drop_path_p=q, training=True)
+
+
+def rate(drop: nn.Module | float | None) -> float:
+    """The probability of a dropout in effect on this call."""
+    if isinstance(drop, nn.Module):
+        return drop.p if drop.training else 0.0
+    return drop or 0.0
 
 
 def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -53,28 +57,25 @@ def _branch(scaled: Pattern) -> Pattern:
     return through(maybe(leaf("path", *DROP_PATHS, pins=("mode", "scale_by_keep")))(dropped))
 
 
-def _active(drop: Child | float | None) -> bool:
+def active(drop: Child | float | None) -> bool:
     """Whether a dropout or drop path may ever drop something as it is set now."""
     if isinstance(drop, Child):
         return getattr(drop.module, "drop_prob", getattr(drop.module, "p", 1.0)) != 0
     return bool(drop)
 
 
+SCALED = either(
+    leaf("scale", *LAYER_SCALES, pins=("inplace",))(through(value("x"))),
+    mul("scaled")(parameter("scale"), through(value("x"))),
+    mul("scaled")(value("scale"), through(value("x"))),
+)
+
+
 @register_rule
 class ScaleResidual(Rule):
     """`residual + drop_path(dropout(scale * x))`, whichever of them are there."""
 
-    pattern = add("sum")(
-        _branch(
-            either(
-                leaf("scale", *LAYER_SCALES, pins=("inplace",))(through(value("x"))),
-                mul("scaled")(parameter("scale"), through(value("x"))),
-                mul("scaled")(value("scale"), through(value("x"))),
-                value("x"),
-            )
-        ),
-        value("residual"),
-    )
+    pattern = add("sum")(_branch(either(SCALED, value("x"))), value("residual"))
     priority = 20
     random = True
 
@@ -82,7 +83,7 @@ class ScaleResidual(Rule):
         scale, path = getattr(m, "scale", None), m.path
         if not (effects.is_data(m.x) and effects.is_data(m.residual)):
             return "what is added is not a tensor computed from the input"
-        if scale is None and not any(map(_active, (m.drop, path))):
+        if scale is None and not any(map(active, (m.drop, path))):
             return NO_MATCH
         if path is not None:
             if getattr(path.module, "mode", "row") != "row":

@@ -11,7 +11,8 @@ from ... import functional as fused
 from ...activations import Activation, recognise
 from ..pattern import settings_of
 from ..rule import Call, Match, Rule, register_rule
-from .layer_norm import LAYER_NORMS, add_norm, norm
+from .layer_norm import LAYER_NORMS, drop_add_norm, norm
+from .residual import rate
 
 FORWARD = nn.TransformerEncoderLayer.forward
 
@@ -24,7 +25,7 @@ def encoder_layer(
     src_key_padding_mask: Tensor | None,
     is_causal: bool,
 ) -> Tensor:
-    """The layer's forward, each residual add with its dropout or the norm after it."""
+    """The layer's forward, each residual add with its dropout and the norm after it."""
     if not layer.training:
         return FORWARD(layer, src, src_mask, src_key_padding_mask, is_causal)
     padding = F._canonical_mask(
@@ -44,31 +45,20 @@ def encoder_layer(
 
     def feed(x: Tensor) -> Tensor:
         first, second = layer.linear1, layer.linear2
-        if _rate(layer.dropout) == 0:
+        if rate(layer.dropout) == 0:
             return fused.mlp(x, first.weight, first.bias, second.weight, second.bias, activation)
         return second(layer.dropout(fused.linear_act(x, first.weight, first.bias, activation)))
 
     if layer.norm_first:
         attended = attend(norm(layer.norm1, src))
-        normed, x = _add_norm(layer.norm2, attended, src, _rate(layer.dropout1))
-        return _add(feed(normed), x, _rate(layer.dropout2))
-    x, _ = _add_norm(layer.norm1, attend(src), src, _rate(layer.dropout1))
-    return _add_norm(layer.norm2, feed(x), x, _rate(layer.dropout2))[0]
-
-
-def _rate(drop: nn.Dropout) -> float:
-    return drop.p if drop.training else 0.0
+        normed, x = drop_add_norm(layer.norm2, attended, src, layer.dropout1)
+        return _add(feed(normed), x, rate(layer.dropout2))
+    x, _ = drop_add_norm(layer.norm1, attend(src), src, layer.dropout1)
+    return drop_add_norm(layer.norm2, feed(x), x, layer.dropout2)[0]
 
 
 def _add(x: Tensor, residual: Tensor, p: float) -> Tensor:
     return fused.scale_residual(x, residual, dropout_p=p, training=True) if p else residual + x
-
-
-def _add_norm(layer: nn.LayerNorm, x: Tensor, residual: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    if not p:
-        return add_norm(layer, x, residual)
-    total = _add(x, residual, p)
-    return norm(layer, total), total
 
 
 @register_rule
