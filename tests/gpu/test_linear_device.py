@@ -141,14 +141,15 @@ def test_side_stream(route):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
 
 
-def test_gradients_under_autocast_are_rounded_once(route):
+@pytest.mark.parametrize("size", [(512, 256, 384), (2, 17, 33), (129, 1, 3)], ids=str)
+def test_gradients_under_autocast_are_rounded_once(size, route):
     """To float32, where eager's go through autocast's dtype; fails where this torch can and the op does not."""
     if not _gemm._HAS_OUT_DTYPE:
         pytest.skip("needs torch.mm with out_dtype, torch 2.8")
-    x, w, b = operands(512, 256, 384)
+    x, w, b = operands(*size)
     with torch.autocast("cuda", torch.bfloat16):
         y = linear_act(x, w, b, "relu")
-    g = randn(512, 256, dtype=torch.bfloat16, device="cuda", grad=False)
+    g = randn(*size[:2], dtype=torch.bfloat16, device="cuda", grad=False)
     dx, dw, _ = torch.autograd.grad(y, (x, w, b), g)
     dz = torch.where(y > 0, g, 0).double()
     for got, exact in ((dx, dz @ w.bfloat16().double()), (dw, dz.t() @ x.bfloat16().double())):
