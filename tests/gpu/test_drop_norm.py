@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import fusedlayers as fl
+from fusedlayers import kernels
+from fusedlayers.ops import _drop_norm, _route
 from fusedlayers.ops.layer_norm import dropout_layer_norm
 from tests.gpu.test_dropout import drawn
 from tests.harness import assert_accurate
@@ -25,8 +28,8 @@ def test_masks_are_eagers_bit_for_bit(shape, dtype, device):
     for p, seed, offset in ((0.1, 1, 0), (0.5, 2**63 + 12345, 2**34 - 8), (0.73, 99, 2**35 + 4)):
         expected, end = drawn(lambda p=p: F.dropout(ones, p, True), seed, offset)
         with fl.settings(route="triton"):
-            (_, s), ours = drawn(lambda p=p: dropout_layer_norm(x, zeros, p, True, shape[-1:]), seed, offset)
-            (dx,) = torch.autograd.grad(s, x, ones)
+            (y, s), ours = drawn(lambda p=p: dropout_layer_norm(x, zeros, p, True, shape[-1:]), seed, offset)
+            (dx,) = torch.autograd.grad((y, s), x, (zeros, ones))
         assert ours == end
         assert torch.equal(s, expected) and torch.equal(dx, expected), f"p={p}"
 
@@ -86,11 +89,12 @@ def test_under_autocast(device):
     with torch.autocast("cuda", dtype=torch.bfloat16), fl.settings(route="triton"):
         (y, s), _ = drawn(lambda: dropout_layer_norm(x, residual, 0.1, True, (768,), w, b))
         expected, _ = drawn(lambda: F.dropout(x, 0.1, True) + residual)
+        mask, _ = drawn(lambda: F.dropout(torch.ones_like(x), 0.1, True))
     assert y.dtype == s.dtype == torch.float32
     torch.testing.assert_close(s, expected, rtol=1e-2, atol=1e-2)
     dx, dres = torch.autograd.grad(y.square().sum(), (x, residual))
     assert dx.dtype == torch.bfloat16 and dres.dtype == torch.float32
-    assert torch.equal(dx == 0, (expected == residual))
+    assert torch.equal(dx == 0, mask == 0)
 
 
 @pytest.mark.parametrize("dropout", ["eager", "fast"])
@@ -98,17 +102,24 @@ def test_cuda_graph_draws_anew_on_every_replay(dropout, device):
     x = torch.ones(64, 768, device=device, requires_grad=True)
     residual, ones = torch.zeros(64, 768, device=device), torch.ones(64, 768, device=device)
 
+    def eager():
+        s = F.dropout(x, 0.3, True) + residual
+        return F.layer_norm(s, (768,)), s
+
+    def step(fn):
+        y, s = fn()
+        return s, *torch.autograd.grad((y, s), x, (torch.zeros_like(y), ones))
+
     def captured(fn):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
-                torch.autograd.grad(fn(), x, ones)
+                step(fn)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            s = fn()
-            (dx,) = torch.autograd.grad(s, x, ones)
+            s, dx = step(fn)
         torch.manual_seed(77)
         results = []
         for _ in range(3):
@@ -117,13 +128,13 @@ def test_cuda_graph_draws_anew_on_every_replay(dropout, device):
         return results
 
     with fl.settings(dropout=dropout, route="triton"):  # no fallback, in the capture neither
-        ours = captured(lambda: dropout_layer_norm(x, residual, 0.3, True, (768,))[1])
+        ours = captured(lambda: dropout_layer_norm(x, residual, 0.3, True, (768,)))
     for s, dx in ours:
         torch.testing.assert_close(dx, s.detach())
         assert (s == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
     assert not torch.equal(ours[0][0], ours[1][0]) and not torch.equal(ours[1][0], ours[2][0])
     if dropout == "eager":
-        theirs = captured(lambda: residual + F.dropout(x, 0.3, True))
+        theirs = captured(eager)
         for (a, _), (b, _) in zip(ours, theirs, strict=True):
             assert torch.equal(a, b)
 
@@ -143,3 +154,51 @@ def test_one_kernel_serves_every_seed(device):
         torch.manual_seed(seed)
         step()
     assert launch.kernels_built() == before
+
+
+def test_a_kernel_that_fails_has_not_drawn(device, monkeypatch):
+    def fail(*_, **__):
+        raise kernels.KernelError("no such kernel")
+
+    monkeypatch.setattr(_drop_norm._Call, "forward", fail)
+    monkeypatch.setattr(_route, "failures", {})
+    x = torch.ones(64, 768, device=device)
+    expected, end = drawn(lambda: F.dropout(x, 0.3, True) + x)
+    with fl.settings(route="auto"), pytest.warns(RuntimeWarning, match="runs as plain PyTorch"):
+        (_, s), ours = drawn(lambda: dropout_layer_norm(x, x, 0.3, True, (768,)))
+    assert ours == end and torch.equal(s, expected)
+
+
+class PostNorm(nn.Module):
+    """BERT's output layers, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(768, 768), nn.Linear(768, 768)
+        self.norm1, self.norm2 = nn.LayerNorm(768), nn.LayerNorm(768)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        x = self.norm1(self.drop(self.fc1(x)) + x)
+        return self.norm2(self.drop(self.fc2(x)) + x)
+
+
+@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16], ids=str)
+def test_a_patched_network_draws_as_the_original(low, device):
+    torch.manual_seed(0)
+    model = PostNorm().to(device)
+    x = torch.randn(512, 768, device=device)
+
+    def step():
+        with torch.autocast("cuda", dtype=low, enabled=low is not torch.float32):
+            y = model(x)
+        return y, *torch.autograd.grad((y * x).sum() / 512, list(model.parameters()))
+
+    expected, end = drawn(step)
+    fl.patch_model(model, on_fallback="raise")
+    assert [r.rule for r in fl.explain(model).fused][-1] == "drop_add_norm"
+    got, ours = drawn(step)
+    assert ours == end
+    bound = 1e-4 if low is torch.float32 else 3e-2
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype and (a - b).norm() <= bound * b.norm().clamp_min(1e-3)

@@ -9,7 +9,7 @@ import pytest
 
 from fusedlayers import kernels
 from fusedlayers.activations import get
-from tests.kernels.test_compile import batch_norm, group_norm, linear, row_norm, split_heads
+from tests.kernels.test_compile import batch_norm, drop_norm, group_norm, linear, row_norm, split_heads
 
 
 def test_float32_products_add_each_step_up_from_zero():
@@ -25,7 +25,7 @@ def test_tf32_operands_are_rounded():
     assert "cvt.rna.tf32.f32" in next(e for e in linear() if e.name.startswith("linear-tf32")).compile(90).asm["ptx"]
 
 
-@pytest.mark.parametrize("family", [row_norm, group_norm], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("family", [row_norm, drop_norm, group_norm], ids=lambda f: f.__name__)
 def test_no_mean_is_folded_into_what_follows(family):
     """The approximate division's product would be, but only where no statistics are stored: then bits differ."""
     for entry in family():
@@ -40,7 +40,7 @@ def tiny(entry):
     return replace(entry, constants={k: small.get(k, v) for k, v in entry.constants.items()})
 
 
-@pytest.mark.parametrize("family", [row_norm, group_norm, batch_norm], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("family", [row_norm, drop_norm, group_norm, batch_norm], ids=lambda f: f.__name__)
 def test_no_product_is_fused_into_a_sum_over_lanes(family):
     """Two lanes would round differently, and one sum have two values. Fails with `tl.sum(x * x)`."""
     entries = list(family())
