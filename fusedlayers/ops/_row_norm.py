@@ -66,22 +66,31 @@ def _kept_norm(cls: type[Norm], *settings: Any) -> Norm:
     return cls(*settings)
 
 
-def row_norm(norm: Norm, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Result:
-    """The norm of `x + residual`, paired with that sum where there is a residual."""
+def row_norm(
+    norm: Norm, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, passes: bool = False
+) -> Result:
+    """The norm of `x + residual`, paired with that sum where there is a residual.
+
+    `passes`: without one, paired with x, for who reads it after the norm: the gradient of that is then added where the
+    norm's own is written, in a pass that autograd would spend on the sum of the two.
+    """
     if not _route.is_compiling():
         tensors = (x, residual, weight, bias)
         route, call = _route.pick(norm.op, tensors, plan=lambda: _prepare(norm, x, residual, weight, bias))
         if route == "triton":
             try:
                 if needs_grad(*tensors):
+                    if passes and x.requires_grad:
+                        return _apply_passing(x, None, weight, bias, call)
                     y, s = _apply(x, residual, weight, bias, call)
                 else:
                     y, s, _ = call.forward(x, residual, weight, bias, False)
-                return y if residual is None else (y, s)
+                return (y, x) if passes else y if residual is None else (y, s)
             except KernelError as error:
                 _route.failed(norm.op, error)
     if residual is None:
-        return norm.reference(x, weight, bias)
+        y = norm.reference(x, weight, bias)
+        return (y, x) if passes else y
     s = x + residual
     return norm.reference(s, weight, bias), s
 
@@ -120,6 +129,20 @@ class _RowNorm(torch.autograd.Function):
 
 
 _apply = direct(_RowNorm)
+
+
+class _PassingRowNorm(_RowNorm):
+    """Returns `(y, x)`; x in the place of the sum, whose gradient it stands for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: None, weight: Tensor | None, bias: Tensor | None, call: _Call
+    ) -> tuple[Tensor, Tensor]:
+        y, _ = _RowNorm.forward(ctx, x, None, weight, bias, call)
+        return y, x
+
+
+_apply_passing = direct(_PassingRowNorm)
 
 
 class _Call:

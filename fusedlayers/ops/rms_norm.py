@@ -26,6 +26,7 @@ def rms_norm(
     offset: float = 0.0,
     cast_before_weight: bool = False,
     out_dtype: torch.dtype | None = None,
+    passes: bool = False,
 ) -> Result:
     """See `functional.rms_norm`. The keywords give the forms that models write out themselves.
 
@@ -33,10 +34,10 @@ def rms_norm(
         offset: added to the weight: 1 for Gemma, whose result has the dtype of x, also under autocast.
         cast_before_weight: `weight * xhat.to(x.dtype)`, as LlamaRMSNorm has it; the dtype is what that promotes to.
         out_dtype: the result's dtype; see `layer_norm`.
+        passes: see `row_norm`.
     """
-    return row_norm(
-        _RMSNorm.of(normalized_shape, eps, out_dtype, offset, cast_before_weight), x, residual, weight, None
-    )
+    norm = _RMSNorm.of(normalized_shape, eps, out_dtype, offset, cast_before_weight)
+    return row_norm(norm, x, residual, weight, None, passes)
 
 
 def dropout_rms_norm(

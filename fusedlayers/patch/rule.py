@@ -39,6 +39,8 @@ class Match:
     inputs: dict[str, Node | Any] = field(default_factory=dict)
     """For a rule with `target`: the arguments of that forward."""
     extra: list[Child] = field(default_factory=list)
+    passes: bool = False
+    """Whether the fused op is to return the value named by the rule's `passes` as well."""
 
     def __getattr__(self, name: str) -> Any:
         for known, value in self.__dict__["state"].bound:
@@ -77,6 +79,9 @@ class Rule:
         residuals: for a rule with `target`, how many residual adds that forward holds.
         outputs: names of the pattern's elements whose values the fused op returns as a tuple; by default only the
             outermost element's value, returned as it is.
+        passes: name of a `value` that additions may read after the pattern. Where they do, `m.passes` is true and the
+            fused op returns that value too, behind its result: its gradient then comes in with the op's own, and
+            autograd has nothing to add up.
         priority: higher is tried first. Larger patterns need a higher one than the parts they contain.
         random: the pattern draws random numbers, so nothing that may draw is allowed to run in its middle.
         views: the fused op returns views of its inputs, as what it replaces does; otherwise it must return new tensors.
@@ -88,6 +93,7 @@ class Rule:
     accepts: tuple[str, ...] = ()
     residuals: int = 0
     outputs: tuple[str, ...] = ()
+    passes: str = ""
     priority: int = 0
     random: bool = False
     views: bool = False

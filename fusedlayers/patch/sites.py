@@ -82,6 +82,8 @@ class Sites:
         missed: tuple[int, State, str] | None = None
         for state in rule.pattern.match(root, State(self.module)):
             match = Match(self.module, state, self.traced.training)
+            passed = self._passed(rule, root, state)
+            match.passes = bool(passed)
             objection = checked(rule, match)
             if objection == NO_MATCH:
                 continue
@@ -94,7 +96,7 @@ class Sites:
             }:
                 made = "it reads a value that it would take in"
             if isinstance(made, Call):
-                self._replace(rule, root, match, made, inside, paths)
+                self._replace(rule, root, match, made, inside, paths, passed)
                 return
             if missed is None or len(state.problems) < missed[0]:
                 missed = len(state.problems), state, made
@@ -147,9 +149,24 @@ class Sites:
         named = dict(reversed(state.nodes))
         return [named[name] for name in rule.outputs]
 
+    def _passed(self, rule: Rule, root: Node, state: State) -> list[Node]:
+        """Who reads the value that the rule may pass on after it: additions, which neither keep nor overwrite it."""
+        value = state.get(rule.passes) if rule.passes else None
+        if not isinstance(value, Node) or not effects.is_data(value):
+            return []
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
+        after = [n for n in order if order[n] > order[root]]
+        if effects.disturbed([value], after, self.module) is not None:
+            return []
+        return [u for u in value.users if order[u] > order[root] and self._adds(u)]
+
+    def _adds(self, node: Node) -> bool:
+        return bool(node.meta.get("fused")) or (self.kinds.get(node) == "residual" and node.op == "call_function")
+
     def _replace(
-        self, rule: Rule, root: Node, match: Match, made: Call, nodes: set[Node], paths: tuple[Path, ...]
-    ) -> None:
+        self, rule: Rule, root: Node, match: Match, made: Call, nodes: set[Node], paths: tuple[Path, ...],
+        passed: list[Node],
+    ) -> None:  # fmt: skip
         outputs = self._outputs(rule, root, match.state)
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         readers = [u for o in outputs for u in o.users if u not in nodes]
@@ -157,10 +174,14 @@ class Sites:
         with self.graph.inserting_before(before):
             fused = self.graph.create_node("call_function", made.op, made.args, made.kwargs)
             results = [fused]
-            if rule.outputs:
-                results = [self.graph.call_function(operator.getitem, (fused, i)) for i in range(len(outputs))]
+            if rule.outputs or passed:
+                count = len(outputs) + bool(passed)
+                results = [self.graph.call_function(operator.getitem, (fused, i)) for i in range(count)]
             for result in (fused, *results):
                 result.meta.update(fused=rule.name, views=rule.views)
+        if passed:
+            results[-1].meta["views"] = True  # it is the value itself
+            match.state.get(rule.passes).replace_all_uses_with(results.pop(), passed.__contains__)
         for old, new in zip(outputs, results, strict=True):
             old.replace_all_uses_with(new)
         for node in sorted(nodes, key=lambda n: -order[n]):

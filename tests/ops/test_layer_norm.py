@@ -358,3 +358,26 @@ def test_bad_input_raises_what_torch_raises(device):
     with fl.settings(route="auto"):
         y, s = layer_norm(x, (6,), residual=randn(6, device=device))
         assert y.shape == s.shape == (4, 6)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("size", [(3, 17), (33, 513), (2, 2050)])
+def test_its_input_passed_on(size, dtype, device):
+    """The gradient of who reads x after the norm is added where the norm's own is written."""
+
+    def expected(x, w, b):
+        return F.layer_norm(x, size[1:], w, b), x.view_as(x)
+
+    compare(lambda x, w, b: with_dtype(x, size[1:], w, b, passes=True), expected, operands(*size, dtype, device)[:3])
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_its_input_passed_on_and_one_result_unused(which, device):
+    x, w, b, _ = operands(5, 33, device=device)
+    y = with_dtype(x, (33,), w, b, passes=True)[which]
+    found = torch.autograd.grad(y.square().sum(), (x, w, b), allow_unused=True)
+    z = F.layer_norm(x, (33,), w, b) if which == 0 else x
+    for a, e in zip(found, torch.autograd.grad(z.square().sum(), (x, w, b), allow_unused=True), strict=True):
+        assert (a is None) == (e is None)
+        if a is not None:
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)

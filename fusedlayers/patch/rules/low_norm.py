@@ -43,6 +43,11 @@ def low_norm(layer: Any, x: Tensor, module: nn.Module, held: Held) -> Tensor:
     return _norm(layer, x, None, _product_dtype(module, held, x))
 
 
+def low_norm_passing(layer: Any, x: Tensor, module: nn.Module, held: Held) -> tuple[Tensor, Tensor]:
+    """`low_norm` of x, and x itself for the additions that read it after the norm."""
+    return _norm(layer, x, None, _product_dtype(module, held, x), passes=True)
+
+
 def add_low_norm(layer: Any, x: Tensor, residual: Tensor, module: nn.Module, held: Held) -> tuple[Tensor, Tensor]:
     """Likewise of `x + residual`, and that sum."""
     if x.shape != residual.shape:
@@ -97,12 +102,12 @@ def _product_dtype(module: nn.Module, held: Held, *tensors: Tensor) -> torch.dty
     return low if held is None or (not _route.is_compiling() and held(module)) else None
 
 
-def _norm(layer: Any, x: Tensor, residual: Tensor | None, out_dtype: torch.dtype | None) -> Any:
+def _norm(layer: Any, x: Tensor, residual: Tensor | None, out_dtype: torch.dtype | None, passes: bool = False) -> Any:
     shape, eps = layer.normalized_shape, layer.eps
     if isinstance(layer, nn.LayerNorm):
         weight, bias = stored(layer, "weight", "bias")
-        return layer_norm(x, shape, weight, bias, eps, residual, out_dtype=out_dtype)
-    return rms_norm(x, shape, layer.weight, eps, residual, out_dtype=out_dtype)
+        return layer_norm(x, shape, weight, bias, eps, residual, out_dtype=out_dtype, passes=passes)
+    return rms_norm(x, shape, layer.weight, eps, residual, out_dtype=out_dtype, passes=passes)
 
 
 def _writing(out_dtype: torch.dtype | None) -> Callable[..., Any]:
@@ -181,10 +186,11 @@ class NormForProduct(_ForProduct):
     """`fc(norm(x))`: likewise."""
 
     pattern = leaf("norm", *NORMS, pins=("_fast_norm",))(value("x"))
+    passes = "x"
     priority = 4
 
     def fuse(self, m: Match) -> Call:
-        return m.call(low_norm, m.norm, m.x, m.own(), _readers(m).held)
+        return m.call(low_norm_passing if m.passes else low_norm, m.norm, m.x, m.own(), _readers(m).held)
 
 
 @register_rule

@@ -1,0 +1,3 @@
+"""Values passed on by norms, again on a device."""
+
+from tests.patch.test_passes import *  # noqa: F403
