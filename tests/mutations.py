@@ -97,6 +97,8 @@ FAULTS = [
     Fault("jit.trace", ROUTE, "    if _is_tracing() is not None:\n", "    if False:\n", TRANSFORMS + "jit_trace[affine_act]"),
     Fault("memory flat", AFFINE, _SAVE, _SAVE + "\n        _route.failures.setdefault('leak', []).append(coef)",
           TRANSFORMS + "memory_is_flat_over_many_steps[True-affine_act]"),
+    Fault("a mask drawn again", "fusedlayers/kernels/drop_norm.py", "                keep = keep_tile(rows, N", "                keep = keep_tile(rows + 1, N",
+          "tests/ops/test_drop_norm.py::test_every_size[(33, 64)-torch.float32]"),
     Fault("saved more than eager", AFFINE, _SAVE, _SAVE[:-1] + ", y, y + 0)", AUTOGRAD + "what_is_saved[affine_act-gelu]"),
 ]  # fmt: skip
 

@@ -117,9 +117,10 @@ def test_mixed_dtypes(device):
     """A branch in half precision over a wide stream, and the other way round: each gradient in its own dtype."""
     low, wide = randn(9, 24, dtype=torch.bfloat16, device=device), randn(9, 24, device=device, seed=1)
     w, b = (randn(24, device=device, seed=i) for i in (2, 3))
+    double = [t.detach().double().requires_grad_() for t in (wide, w, b)]
     with fl.settings(dropout="fast"):
-        for x, residual in ((low, wide), (wide, low)):
-            compare(fused, given(factor_of(x)), (x, residual, w, b))
+        for inputs in ((low, wide, w, b), (wide, low, w, b), (wide, *double)):
+            compare(fused, given(factor_of(inputs[0])), inputs)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
