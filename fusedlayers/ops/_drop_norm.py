@@ -19,7 +19,7 @@ from . import _dropout, _route, _row_norm
 from ._autograd import direct, needs_grad
 from ._dropout import Dropout, Rng
 from ._dtypes import triton_dtype
-from ._row_norm import Norm, Tile, forward_tile, row_norm
+from ._row_norm import Norm, Tile, row_norm
 from .scale_residual import scale_residual
 
 
@@ -118,10 +118,11 @@ class _Call(_row_norm._Call):
     def _prepare_drop_forward(self, key: tuple[bool, bool, bool], in_memory: bool) -> Any:
         keep, no_weight, no_bias = key
         x_step, res_step = (self.N if step is None else step for step in (self.x_step, self.residual_step))
-        unit, tile = _row_norm._unit(self.N, x_step, res_step), forward_tile(self.N, self.dtype.itemsize)
+        unit, drawn = _row_norm._unit(self.N, x_step, res_step), self._drawn(in_memory)
+        tile = forward_tile(self.N, drawn[3])
         sizes = (self.M, self.N // unit, x_step // unit, res_step // unit, *_dropout.constants(self.drop))
         flags = (float(self.norm.offset), self.norm.center, self.norm.cast_before_weight, not no_weight, not no_bias)
-        dtypes, drawn = (triton_dtype(self.s_dtype), triton_dtype(self.dtype)), self._drawn(in_memory)
+        dtypes = triton_dtype(self.s_dtype), triton_dtype(self.dtype)
         rest = (*sizes, *dtypes, self._eps(), *flags, keep, *drawn, unit, tile.rows, tile.cols)
         run = load("launch").Launch(load("drop_norm").forward, (cdiv(self.M, tile.rows),), rest, tile.warps)
         self._launches[key] = run
@@ -183,6 +184,14 @@ class _Call(_row_norm._Call):
         if needs[1] and ds is not None:
             dres = ds.to(self.residual_dtype)
         return dx, dres, dw, db
+
+
+@functools.cache
+def forward_tile(N: int, grouped: bool) -> Tile:
+    """16 to 32 values a thread, rows up to 1024 columns within a warp; four times the threads where each element takes
+    a call of the generator by itself, which is all there is to do then."""
+    cols = next_power_of_2(N)
+    return Tile(max(1, 512 // cols), cols, min(16, max(1, cols // 1024) * (1 if grouped else 4)))
 
 
 @functools.cache

@@ -160,7 +160,7 @@ def drop_norm() -> Iterator[Entry]:
                 "VEC": vec, "GROUPED": grouped, "WIDE": False, "V": 16,
             }  # fmt: skip
             name = f"drop_norm-{N}-{'layer' if center else 'rms'}-{drop}-{vec}"
-            tile = _drop_norm.forward_tile(N, 4)
+            tile = _drop_norm.forward_tile(N, grouped)
             constants = {
                 **common, "XT": tl.float32, "EPS": 1e-5, "CAST": False, "HAS_B": center, "WRITE_STATS": True,
                 "BR": tile.rows, "BN": tile.cols,
