@@ -18,7 +18,8 @@ from .records import Counts, Found, kind_of, kind_of_module
 from .rule import NO_MATCH, Call, Match, Rule
 from .shadow import Path, Untraceable
 from .sites import Allow, Sites, checked, children_of, made_of
-from .trace import Trace
+from .splice import SpliceRule
+from .trace import SPLAT, Trace
 
 
 @dataclass
@@ -129,29 +130,35 @@ def replace_whole(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Al
     """What the first `target` rule that fits makes of the module's whole forward; None when no rule names its class."""
     found: list[Found] = []
     for rule in rules:
-        if not any(is_a(module, kind) for kind in rule.targets):
-            continue
+        splices = isinstance(rule, SpliceRule)
         exact = any(exactly(cls, kind) for kind in rule.targets)
+        if not exact and (splices or not any(is_a(module, kind) for kind in rule.targets)):
+            continue
         try:
             forward = trace.forward_of(cls)
             reason = None if exact else f"{cls.__qualname__} is a subclass of the class this rule knows"
         except Untraceable as untraceable:
             reason = str(untraceable)
-        reason = reason or _self_problem(module) or allow(((),), rule.name)
+        reason = reason or _self_problem(module)
         made: Call | str
         if reason is None:
             signature = inspect.signature(forward.function)
             graph, form, inputs = Graph(), {}, {}
             for parameter in list(signature.parameters.values())[1:]:
-                if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                if splices and parameter.kind is parameter.VAR_KEYWORD:
+                    inputs[SPLAT] = graph.placeholder(parameter.name)
+                elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                     form[parameter.name] = trace.EMPTY
-                elif parameter.default is parameter.empty or parameter.name in rule.accepts:
+                elif parameter.default is parameter.empty or splices or parameter.name in rule.accepts:
                     inputs[parameter.name] = graph.placeholder(parameter.name)
                 else:
                     form[parameter.name] = trace.Exactly(parameter.default)
             match = Match(module, State(module), module.training, inputs)
             objection = checked(rule, match)
             made = made_of(rule, match) if objection is None else objection
+            members = children_of(made, match) if isinstance(made, Call) else []
+            paths = tuple(dict.fromkeys(((), *(c.path for c in members))))
+            made = (allow(paths, rule.name) or made) if isinstance(made, Call) else made
         else:
             made = reason
         if not isinstance(made, Call):
@@ -160,10 +167,13 @@ def replace_whole(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Al
             continue
         node = graph.call_function(made.op, made.args, made.kwargs)
         graph.output(node)
-        members = children_of(made, match)
         variant = Variant(form, None, graph, (), members, fused=True)
         counts = _counts_of_members(members, rule)
-        found.append(Found("fused", rule.name, tuple(dict.fromkeys(((), *(c.path for c in members))))))
+        found.append(Found("fused", rule.name, paths))
+        if splices:
+            left = left_alone(module, next(t.refused for t in trace.looked_at(module, cls) if t.refused))
+            found += left.found
+            counts += left.counts
         return Rewritten([variant], found, counts, signature, {c.path for c in members})
     return Rewritten([], found, Counts()) if found else None
 

@@ -53,6 +53,8 @@ CHAINS = (
     "{v} = self.silu_(self.gn({u}))",
     "{v} = {u} * (1 + {w}) + {w}",
     "{t} = self.fc1({u}); {v} = self.relu_({t}) * {w}",
+    "{t} = self.fc1({u}); {v} = self.fc2({u}) + {t}",
+    "{t} = self.fc2({u}); {u} += {w}; {v} = {t} * self.fc1({u})",
     "q, k = torch.cat([{u}, {w}], -1)" + SPLIT.format(6) + "; {t} = q.squeeze(1); {v} = k.squeeze(1)",
     "q, k = {u}" + SPLIT.format(3) + "; k = k * 2; {u} += {w}; {v} = torch.cat([q, k], 3).view(4, 6, 5)",
 )

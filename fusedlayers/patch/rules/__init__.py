@@ -14,6 +14,7 @@ from . import (  # noqa: F401
     linear_act,
     low_norm,
     mlp,
+    projections,
     residual,
     rms_forms,
     split_heads,
