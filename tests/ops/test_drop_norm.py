@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,6 +123,21 @@ def test_mixed_dtypes(device):
     with fl.settings(dropout="fast"):
         for inputs in ((low, wide, w, b), (wide, low, w, b), (wide, *double)):
             compare(fused, given(factor_of(inputs[0])), inputs)
+
+
+def test_written_in_the_dtype_of_the_product_behind_it(device):
+    inputs = operands(9, 24, device=device)
+
+    def call(*t):
+        torch.manual_seed(5)
+        return dropout_layer_norm(t[0], t[1], 0.4, True, (24,), *t[2:], out_dtype=torch.bfloat16)
+
+    def expected(*t, plain=None):
+        y, s = plain(*t)
+        return y.to(torch.bfloat16 if y.dtype != torch.float64 else y.dtype), s
+
+    with fl.settings(dropout="fast"):
+        compare(call, functools.partial(expected, plain=given(factor_of(inputs[0]))), inputs)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
