@@ -19,6 +19,7 @@ from fusedlayers import functional as fused
 from fusedlayers.activations import Activation, get, names
 from fusedlayers.ops.projections import projections
 from fusedlayers.ops.split_heads import split_heads
+from fusedlayers.ops.split_linear import split_linear
 from tests.harness import FLOATS, randn
 
 Shape = tuple[int, ...]
@@ -135,9 +136,9 @@ def _channels_second(lead: Shape, n: int) -> Shape:
     return (lead[0], n, *lead[1:])
 
 
-def _heads(x: Tensor) -> Shape:
-    """Two heads of each of three parts, all leading dims but the first taken for tokens."""
-    return x.shape[0] if x.dim() > 1 else 1, math.prod(x.shape[1:-1]), 3, 2, x.shape[-1] // 6
+def _heads(x: Tensor, columns: int | None = None) -> Shape:
+    """Two heads of each of three parts of so many columns, all leading dims but the first taken for tokens."""
+    return x.shape[0] if x.dim() > 1 else 1, math.prod(x.shape[1:-1]), 3, 2, (columns or x.shape[-1]) // 6
 
 
 register(
@@ -281,6 +282,17 @@ register(
         lambda _, x: (x * 1.0).reshape(_heads(x)).permute(2, 0, 3, 1, 4).unbind(0),
         lambda lead, n: [(*lead, 6 * max(n // 6, 1))],
         activated=False,
+    )
+)
+register(
+    Op(
+        "split_linear",
+        lambda _, x, w, b: split_linear(x, w, b, *_heads(x, 6)),
+        lambda _, x, w, b: F.linear(x, w, b).reshape(_heads(x, 6)).permute(2, 0, 3, 1, 4).unbind(0),
+        lambda lead, n: [(*lead, n), (6, n), (6,)],
+        activated=False,
+        fan_in=frozenset({1}),
+        sums=True,
     )
 )
 register(

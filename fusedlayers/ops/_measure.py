@@ -170,11 +170,12 @@ PROBES: dict[str, Callable[[torch.device], Args]] = {
     "batch_norm_act": _batch_norm,
     "scale_residual": lambda d: _rows(d, 0.0, 0.0, False, tensors=2, vectors=1),
     "split_heads": lambda d: (_values(d, 4, 16, 96), 4, 16, 3, 2, 16),
+    "split_linear": lambda d: (_values(d, 4, 16, 32), _values(d, 96, 32), _values(d, 96), 4, 16, 3, 2, 16),
     "projections": lambda d: (_values(d, 64, 64), (_values(d, 64, 64),) * 3, (_values(d, 64),) * 3),
 }
 """By op: arguments of `ops.<op>.<op>`, about 4096 elements."""
 
-CASTING = frozenset({"projections"})
+CASTING = frozenset({"projections", "split_linear"})
 """Ops that leave everything to eager outside of autocast."""
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..kernels import KernelError, cdiv, load, next_power_of_2
 from . import _route
 from ._autograd import direct, needs_grad
+from ._dtypes import compute_dtype, triton_dtype
 from ._layout import Shape
 
 OP = "split_heads"
@@ -79,12 +80,24 @@ class _Plan:
     sizes: tuple[int, int, int, int, int]
 
     def backward(self, grads: Sequence[Tensor | None]) -> Tensor:
+        return self.packed(grads)[0]
+
+    def packed(
+        self, grads: Sequence[Tensor | None], sum_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradient of x, and the sums of its columns in `sum_dtype`, in one pass."""
         given = next(g for g in grads if g is not None)
         dx = torch.empty(self.shape, dtype=self.dtype, device=given.device)
         strides = tuple(None if g is None else g.stride() for g in grads)
         dtypes = tuple(None if g is None else g.dtype for g in grads)
-        _launch(self.sizes, strides, (*dtypes, self.dtype))(*grads, *(None,) * (3 - len(grads)), dx)
-        return dx
+        run, blocks = _launch(self.sizes, strides, (*dtypes, self.dtype), sum_dtype)
+        partial = sums = None
+        if sum_dtype is not None:
+            columns = self.shape[-1]
+            partial = dx.new_empty(1, blocks, columns, dtype=compute_dtype(self.dtype))
+            sums = dx.new_empty(columns, dtype=sum_dtype)
+        run(dx, *grads, *(None,) * (3 - len(grads)), partial, sums, None)
+        return dx, sums
 
     def composite(self, grads: Sequence[Tensor | None]) -> Tensor:
         """The same in torch ops, for higher derivatives."""
@@ -110,15 +123,26 @@ def _plan(shape: Shape, stride: Shape, dtype: torch.dtype, sizes: tuple[Any, ...
 
 @functools.lru_cache(maxsize=4096)
 def _launch(
-    sizes: tuple[int, int, int, int, int], strides: tuple[Shape | None, ...], dtypes: tuple[torch.dtype | None, ...]
-) -> Any:
-    """The launch of `pack`: its pointers are three gradients, of these strides and `dtypes`, and what they give."""
+    sizes: tuple[int, int, int, int, int], strides: tuple[Shape | None, ...], dtypes: tuple[torch.dtype | None, ...],
+    sum_dtype: torch.dtype | None,
+) -> tuple[Any, int]:  # fmt: skip
+    """The launches of `pack` and `reduce.sum_partials`, and the number of partial sums a column.
+
+    Their pointers are what `pack` gives, three gradients of these strides and `dtypes`, and the sums.
+    """
     B, N, parts, H, D = sizes
     C = H * D
     # a gradient whose tokens are neighbours in memory, as a transposed product's, is read along them
     tokens_first = any(s is not None and s[2] == 1 != s[3] for s in strides)
-    BC = min(64 if tokens_first else 256, next_power_of_2(C))
+    # with sums fewer and taller blocks, so that fewer of them are left to add up
+    BC = min(64 if tokens_first or sum_dtype is not None else 256, next_power_of_2(C))
     BN = min(4096 // BC, next_power_of_2(N))
-    grid = B * cdiv(N, BN) * cdiv(C, BC)
+    blocks, ct = B * cdiv(N, BN), compute_dtype(dtypes[-1])
     numbers = [n for s in (*strides, None)[:3] for n in (s or (0, 0, 0, 0))]
-    return load("launch").Launch(load("split_heads").pack, (grid,), (N, C, *numbers, parts, D, BN, BC))
+    rest, launch = (N, C, *numbers, triton_dtype(ct), parts, D, BN, BC), load("launch")
+    # packed, q, k, v, partial, sums, None
+    pack = launch.Launch(load("split_heads").pack, (blocks * cdiv(C, BC),), rest)
+    steps = [(pack, (1, 2, 3, 0, 4), False)]
+    if sum_dtype is not None:
+        steps.append((load("reduce").finisher(blocks, parts * C, ct, sum_dtype, None), (4, 5, 6), False))
+    return launch.Chain(*steps), blocks

@@ -306,6 +306,8 @@ def group_norm() -> Iterator[Entry]:
 
 
 def split_heads() -> Iterator[Entry]:
+    import triton.language as tl
+
     pack = kernels.load("split_heads").pack
     heads, tokens, odd = ("i32", "i32", "i32", 1), ("i32", "i32", 1, "i32"), ("i32",) * 4  # strides over B, H, N, D
     for name, kind, parts, strides, D, tile in [
@@ -316,12 +318,35 @@ def split_heads() -> Iterator[Entry]:
         ("unused", "bf16", 3, (heads, None, odd), 64, (16, 256)),
     ]:
         pointers = [None if s is None or i >= parts else f"*{kind}" for i, s in enumerate(strides)]
-        signature = (*pointers, f"*{kind}", "i32", "i32", *(n for s in strides for n in (s or odd)))
-        constants = {"PARTS": parts, "D": D, "BN": tile[0], "BC": tile[1]}
+        sums = "*fp32" if name == "tokens" else None
+        signature = (*pointers, f"*{kind}", sums, "i32", "i32", *(n for s in strides for n in (s or odd)))
+        constants = {"CT": tl.float64 if kind == "fp64" else tl.float32, "PARTS": parts, "D": D}
+        constants |= {"BN": tile[0], "BC": tile[1]}
         yield Entry(f"pack-{name}", pack, signature, constants)
 
 
-FAMILIES = (act_bias, batch_norm, drop_norm, gated, group_norm, linear, residual, row_norm, split_heads)
+def projections() -> Iterator[Entry]:
+    import triton.language as tl
+
+    fn = kernels.load("projections").pack_sum
+    rows, columns, odd = ("i32", 1), (1, "i32"), ("i32", "i32")  # strides over M, N
+    for name, kind, strides, packed, sums in [
+        ("three", "bf16", (rows,) * 3, True, True),
+        ("two", "fp16", (rows, rows), True, True),
+        ("one", "bf16", (columns,), True, True),
+        ("odd", "fp32", (rows, columns, odd), True, True),
+        ("no-bias", "bf16", (rows,) * 3, True, False),
+        ("biases", "fp64", (rows, odd, rows), False, True),
+    ]:
+        ct, none = ("fp64", tl.float64) if kind == "fp64" else ("fp32", tl.float32), 3 - len(strides)
+        given = [f"*{kind}"] * len(strides) + [None] * none
+        outs = (f"*{kind}" if packed else None, f"*{ct[0]}" if sums else None)
+        numbers = ("i32",) * 4 + tuple(n for s in strides for n in s) + ("i32",) * (2 * none) + ("i32",)
+        constants = {"CT": ct[1], "BM": 16, "BN": 128, "STAGES": 3}
+        yield Entry(f"pack_sum-{name}", fn, (*given, *outs, *numbers), constants)
+
+
+FAMILIES = (act_bias, batch_norm, drop_norm, gated, group_norm, linear, projections, residual, row_norm, split_heads)
 ENTRIES = [entry for family in FAMILIES for entry in family()]
 
 

@@ -72,8 +72,12 @@ class NormedQueries(Attention):
 FUSED = [Attention, Swin, Functions, KeysAndValues, OnlyTwoOfThree, NormedQueries]
 
 
+RULES = ("split_projection", "split_heads")
+
+
 def sites(model):
-    return [r for r in fl.explain(model).fused if r.rule == "split_heads"]
+    found = fl.explain(model)
+    return [r for r in (*found.fused, *found.reduced) if r.rule in RULES]
 
 
 @pytest.fixture(params=["reference", "triton"], autouse=True)
@@ -104,6 +108,34 @@ def test_gradients_are_eagers_to_the_bit():
     x = torch.randn(X)
     for got, want in zip(results(patched, x), results(original, x), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kind", [Attention, Swin, Functions, OnlyTwoOfThree, NormedQueries])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_projection_is_taken_in(kind, bias):
+    original = kind()
+    if not bias:
+        original.qkv.bias = None
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    assert [(r.name, r.rule) for r in sites(patched)] == [("qkv", "split_projection")]
+    assert_same(patched, original, torch.randn(X))
+    with torch.autocast("cpu", torch.bfloat16):
+        report = fl.verify(patched, torch.randn(X))
+    assert report and not report.fallbacks, str(report)
+
+
+def test_a_projection_that_is_read_again_stays_apart():
+    original = KeysAndValues()
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    assert [r.rule for r in sites(patched)] == ["split_heads"]
+
+
+def test_an_adapter_keeps_the_heads():
+    original = Attention()
+    original.qkv = nn.Sequential(original.qkv)  # anything else in its place
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    assert [r.rule for r in sites(patched)] == ["split_heads"]
+    assert_same(patched, original, torch.randn(X))
 
 
 def test_the_kernel_runs():
@@ -179,8 +211,9 @@ class EditedBetween(Attention):
 )
 def test_near_misses_say_why(kind, reason):
     original = kind()
-    patched = fl.patch_model(twin(original), on_fallback="raise")
-    assert [reason in r.reason for r in fl.explain(patched).skipped if r.rule == "split_heads"] == [True]
+    patched = fl.patch_model(twin(original), on_fallback="raise", rules="split_heads")
+    found = fl.explain(original, rules="split_heads")
+    assert [reason in r.reason for r in found.skipped if r.rule == "split_heads"] == [True]
     assert_same(patched, original, torch.randn(X))
 
 
@@ -232,7 +265,7 @@ def test_other_rules_know_what_the_parts_share():
 
 def test_hooks_see_what_they_saw():
     original = Attention()
-    patched, x = fl.patch_model(twin(original), on_fallback="raise"), torch.randn(X)
+    patched, x = fl.patch_model(twin(original), on_fallback="ignore"), torch.randn(X)
     seen = {}
     for name, m in (("original", original), ("patched", patched)):
         for child in ("qkv", "q_norm", "proj"):
@@ -264,8 +297,8 @@ def test_what_is_counted_stays():
         def forward(self, x):
             return self.block(x)
 
-    with_rule, without = fl.explain(Model()), fl.explain(Model(), rules=[r for r in fl.rules() if r != "split_heads"])
-    assert [r.name for r in sites(Model())] == ["block"]
+    with_rule, without = fl.explain(Model()), fl.explain(Model(), rules=[r for r in fl.rules() if r not in RULES])
+    assert [r.name for r in sites(Model())] == ["block.qkv"]
     assert with_rule.counts == without.counts
     assert with_rule.counts.total["residual"] == 1
     assert with_rule.counts.fused["residual"] == 0

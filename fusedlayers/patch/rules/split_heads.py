@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.fx import Node
 
+from ...nn._children import stored
 from ...ops.split_heads import ORDER, PARTS, split_heads
-from ..pattern import Pattern, State, value
+from ...ops.split_linear import split_linear
+from ..pattern import Pattern, State, leaf, value
 from ..rule import Call, Match, Rule, register_rule
 
 
@@ -43,6 +46,22 @@ def _arguments(node: Any, name: str, keyword: str) -> tuple[Any, ...] | None:
             return None
         rest = (node.kwargs[keyword],)
     return tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
+
+
+def split_projection(layer: nn.Linear, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+    return split_linear(x, *stored(layer, "weight", "bias"), *sizes)
+
+
+@register_rule
+class SplitProjection(Rule):
+    """`q, k, v = qkv(x).reshape(B, N, 3, H, D).permute(2, 0, 3, 1, 4).unbind(0)`, the projection included."""
+
+    pattern = _Parts()(leaf("qkv", nn.Linear, stand_in=True)(value("x")))
+    views = True
+    priority = 1
+
+    def fuse(self, m: Match) -> Call:
+        return m.call(split_projection, m.qkv, m.x, *m.sizes)
 
 
 @register_rule
