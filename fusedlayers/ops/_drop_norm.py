@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import KernelError, cdiv, load, next_power_of_2
-from . import _dropout, _route, _row_norm
+from . import _dropout, _route, _row_norm, _table
 from ._autograd import direct, needs_grad
 from ._dropout import Dropout, Rng
 from ._dtypes import triton_dtype
 from ._row_norm import Norm, Tile, row_norm
+from .scale_residual import OP as SCALE_RESIDUAL
 from .scale_residual import scale_residual
 
 
@@ -38,8 +39,8 @@ def drop_norm(
     if not _route.is_compiling():
         tensors, op = (x, residual, weight, bias), f"dropout_{norm.op}"
         plan = functools.partial(_prepare, norm, x, residual, weight, bias, p)
-        route, call = _route.pick(op, tensors, plan=plan, draws=True)
-        if route == "triton" and call is _APART:
+        route, call = _route.pick(op, tensors, plan=plan, auto=functools.partial(_worth, tensors), draws=True)
+        if route == "apart" or (route == "triton" and call is _APART):
             s = scale_residual(x, residual, None, p, 0.0, True)
             return row_norm(norm, s, None, weight, bias), s
         if route == "triton":
@@ -54,6 +55,11 @@ def drop_norm(
                 _route.failed(op, error)
     s = F.dropout(x, p, True) + residual
     return norm.reference(s, weight, bias), s
+
+
+def _worth(tensors: tuple[Tensor | None, ...], call: _Call) -> str:
+    """Where a dropout and an add are better left to eager, they are here too; then each part takes its own route."""
+    return "apart" if _table.choose(SCALE_RESIDUAL, tensors, "triton", True) == "reference" else "triton"
 
 
 class _DropNorm(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers import kernels
-from fusedlayers.ops import _drop_norm, _dropout, _route
+from fusedlayers.ops import _drop_norm, _dropout, _route, _table
 from fusedlayers.ops.layer_norm import dropout_layer_norm
 from fusedlayers.ops.rms_norm import dropout_rms_norm
 from tests.harness import LAYOUTS, compare, laid_out, randn
@@ -411,3 +411,17 @@ def test_tiles_fit_every_gpu():
     for n in (1, 7, 64, 255, 768, 1024, 3000, 8192):
         tile = _drop_norm.backward_tile(n, 4, 4, 99 * 1024)
         assert tile.rows * tile.cols >= 1024 and tile.cols >= n and tile.sums in (1, tile.rows) and tile.warps <= 16
+
+
+def test_small_sizes_follow_the_dropout_alone(device, forced, monkeypatch):
+    """Where the table leaves a dropout and its add to eager, so is this one, and the norm takes its own route."""
+    if forced != "triton":
+        pytest.skip("no kernels here")
+    called = []
+    monkeypatch.setattr(_drop_norm, "scale_residual", lambda x, r, *_: called.append(True) or x + r)
+    x, residual = (torch.randn(4, 16, device=device, requires_grad=True) for _ in range(2))
+    for entry, expected in ((_table.REFERENCE, [True]), ({}, [])):
+        called.clear()
+        with fl.settings(route="auto", dropout="fast"), _table.in_force(("scale_residual", x.get_device()), entry):
+            y, _ = dropout_layer_norm(x, residual, 0.5, True, (16,))
+        assert called == expected and y.grad_fn.name() == ("_RowNormBackward" if expected else "_DropNormBackward")
