@@ -151,8 +151,7 @@ def _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT: tl.constexpr,
 
 
 @triton.jit
-def _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, KP: tl.constexpr, CT: tl.constexpr,
-                FOLD: tl.constexpr):  # fmt: skip
+def _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, KP: tl.constexpr, CT: tl.constexpr, FOLD):  # fmt: skip
     """Mean, less the origin, and M2 of channels c from all K chunks."""
     k = tl.arange(0, KP)
     m_lo, m_hi, s_lo, s_hi = _chunk(k // FOLD, M, S, rows_per, cols_per)
@@ -177,7 +176,7 @@ def _rsqrt(v):
 
 
 @triton.jit
-def _settle(mean, m2, M, S, EPS: tl.constexpr, FOLD: tl.constexpr):
+def _settle(mean, m2, M, S, EPS: tl.constexpr, FOLD):
     """1/sqrt(var + eps) and the unbiased variance; rounding must not make a variance negative."""
     count = tl.cast(M, tl.int64) * S * FOLD
     m2 = tl.where(m2 < 0, 0.0, m2)
@@ -226,12 +225,12 @@ def forward_sums(
     tl.store(partial_ptr + (tl.cast(K, tl.int64) + k) * C + c, m2, mask=c < C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["M", "C", "S", "rows_per", "cols_per", "K", "FOLD"])
 def forward_combine(
     x_ptr, partial_ptr, bias_ptr, running_mean_ptr, running_var_ptr, stats_ptr, momentum_hi, momentum_lo,
-    M, C, S, rows_per, cols_per, K,
-    CT: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACK: tl.constexpr,
-    FOLD: tl.constexpr, KP: tl.constexpr, BC: tl.constexpr,
+    M, C, S, rows_per, cols_per, K, FOLD,
+    CT: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACK: tl.constexpr, KP: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
     """Blocks (cdiv(C / FOLD, BC)): the chunks' moments to `stats_ptr`, and into the running statistics."""
     c = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
@@ -392,7 +391,7 @@ def backward_sums(
 
 
 @triton.jit
-def _total(partial_ptr, K, C, c, KP: tl.constexpr, FOLD: tl.constexpr):
+def _total(partial_ptr, K, C, c, KP: tl.constexpr, FOLD):
     """Both sums of channels c over all K chunks."""
     k = tl.arange(0, KP)
     at = k.to(tl.int64)[:, None] * (C // FOLD) + c[None, :]
@@ -410,11 +409,10 @@ def _parameter_gradients(dweight_ptr, dbias_ptr, c, C, sum_dz, sum_dz_x, inv, DW
         tl.store(dbias_ptr + c, sum_dz.to(dbias_ptr.dtype.element_ty), mask=c < C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["C", "K", "FOLD"])
 def backward_combine(
-    partial_ptr, stats_ptr, sums_ptr, dweight_ptr, dbias_ptr, C, K,
-    WRITE_SUMS: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, FOLD: tl.constexpr, KP: tl.constexpr,
-    BC: tl.constexpr,
+    partial_ptr, stats_ptr, sums_ptr, dweight_ptr, dbias_ptr, C, K, FOLD,
+    WRITE_SUMS: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, KP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Blocks (cdiv(C / FOLD, BC)): the chunks' sums to `sums_ptr` (2, C / FOLD), and the parameters' gradients."""
     c = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)

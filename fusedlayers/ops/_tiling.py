@@ -177,7 +177,9 @@ def _tiling(
     apply_tile = tile(size // itemsize)
     tiles = cdiv(rows, apply_tile[0]) * cdiv(min(cols, S), wide)
     span = span or tiles
-    KP = next_power_of_2(chunks * fold)
+    KP = 64  # by fours: each size is another kernel to build
+    while KP < chunks * fold:
+        KP *= 4
     return Tiling(
         row, fold, M, C, S, align, channels, groups, (rows, cols), chunks,
         (tall, wide, knobs.sum_unroll), knobs.sum_warps,

@@ -259,11 +259,11 @@ def batch_norm() -> Iterator[Entry]:
             signature = ("*bf16", "*bf16", r, *["*fp32"] * 3, "*bf16", r, "*fp32", "*fp32", *loops, "i32")
             yield Entry(f"bn_backward_apply-{name}", fn, signature, constants(fn, values), t.apply_warps)
     fn = module.forward_combine
-    signature = ("*bf16", *["*fp32"] * 5, "fp32", "fp32", "i32", "i32", 1, "i32", 1, "i32")
-    yield Entry("bn_combine", fn, signature, constants(fn, (ct, 1e-5, True, True, 1, 512, 16)))
+    signature = ("*bf16", *["*fp32"] * 5, "fp32", "fp32", "i32", "i32", 1, "i32", 1, "i32", "i32")
+    yield Entry("bn_combine", fn, signature, constants(fn, (ct, 1e-5, True, True, 256, 16)))
     fn = module.backward_combine
-    values = (True, True, True, 1, 512, 16)
-    yield Entry("bn_backward_combine", fn, (*["*fp32"] * 5, "i32", "i32"), constants(fn, values))
+    values = (True, True, True, 256, 16)
+    yield Entry("bn_backward_combine", fn, (*["*fp32"] * 5, "i32", "i32", "i32"), constants(fn, values))
 
 
 def group_norm() -> Iterator[Entry]:
