@@ -99,6 +99,12 @@ FAULTS = [
           TRANSFORMS + "memory_is_flat_over_many_steps[True-affine_act]"),
     Fault("a mask drawn again", "fusedlayers/kernels/drop_norm.py", "                keep = keep_tile(rows, N", "                keep = keep_tile(rows + 1, N",
           "tests/ops/test_drop_norm.py::test_every_size[(33, 64)-torch.float32]"),
+    Fault("products of one value: what it was overwritten by", "fusedlayers/patch/rules/projections.py", "shared.version != x._version", "False",
+          "tests/patch/test_projections.py::test_what_is_overwritten_between[triton-Between]"),
+    Fault("products of one value: cut at the wrong rows", "fusedlayers/ops/projections.py", "begins[run[0]], begins[run[-1]]", "0, begins[run[-1]] - begins[run[0]]",
+          "tests/ops/test_projections.py::test_frozen_ones_of_three[(1, 0, 1, 1)]"),
+    Fault("source that is not the code's", "fusedlayers/patch/splice.py", "return read if same else None", "return read",
+          "tests/patch/test_splice.py::test_source_that_is_not_the_codes[reference]"),
     Fault("saved more than eager", AFFINE, _SAVE, _SAVE[:-1] + ", y, y + 0)", AUTOGRAD + "what_is_saved[affine_act-gelu]"),
 ]  # fmt: skip
 
