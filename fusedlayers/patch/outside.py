@@ -31,6 +31,10 @@ class Outside:
         self.python = random.getstate()
         self.numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
         self.numpy_state = self.numpy.get_state() if self.numpy else None
+        self.begin()
+
+    def begin(self) -> None:
+        """Before each run; generators are as they were, or have been put back."""
         self.functions = torch._C._autograd._get_sequence_nr()
 
     def check(self) -> None:

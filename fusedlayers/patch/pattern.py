@@ -64,8 +64,14 @@ Kind = type | str | Callable[[type], bool]
 """A class, the dotted name of one, or a question asked of a class."""
 
 
+CALLS = frozenset({"call_module", "call_function", "call_method"})
+
+
 class Pattern:
     """Base of all elements. Calling one gives it its inputs: `act("act")(x)`."""
+
+    ops: frozenset[str] = CALLS
+    """The kinds of node a site may end in, so that no others are looked at."""
 
     def __init__(self, name: str | None = None):
         self.name, self.inputs = name, ()
@@ -98,6 +104,8 @@ class _Value(Pattern):
 
 
 class _Leaf(Pattern):
+    ops = frozenset({"call_module"})
+
     def __init__(self, name: str, *types: Kind, pins: tuple[str, ...] = (), stand_in: bool = False):
         super().__init__(name)
         self.types, self.pins, self.stand_in = types, pins, stand_in
@@ -169,6 +177,12 @@ def activation_of(node: Any, root: nn.Module) -> tuple[Activation, nn.Module | N
     """The activation a node computes (identity excepted), its module if it is one, and whether it is in place."""
     if not isinstance(node, Node) or not node.args or not isinstance(node.args[0], Node):
         return None
+    if "activation" not in node.meta:  # every rule asks
+        node.meta["activation"] = _activation_of(node, root)
+    return node.meta["activation"]
+
+
+def _activation_of(node: Node, root: nn.Module) -> tuple[Activation, nn.Module | None, bool] | None:
     if node.op == "call_module":
         module = effects.child(root, node.target)
         if module is None or len(node.args) != 1 or node.kwargs:
@@ -186,6 +200,8 @@ def activation_of(node: Any, root: nn.Module) -> tuple[Activation, nn.Module | N
 
 class _Call(Pattern):
     """A call of one of several functions or tensor methods with exactly the inputs given."""
+
+    ops = CALLS - {"call_module"}
 
     def __init__(
         self, name: str | None, functions: tuple[Callable[..., Any], ...], methods: tuple[str, ...], swap: bool = False

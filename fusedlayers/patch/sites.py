@@ -73,8 +73,9 @@ class Sites:
         return counts
 
     def _apply(self, rule: Rule) -> None:
+        ops = rule.pattern.ops
         for node in reversed(list(self.graph.nodes)):
-            if node not in self.gone:
+            if node.op in ops and node not in self.gone:
                 self._apply_at(rule, node)
 
     def _apply_at(self, rule: Rule, root: Node) -> None:

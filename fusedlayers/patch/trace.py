@@ -340,7 +340,7 @@ def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[
     private = next((name for name in list(signature.parameters)[1:] if name.startswith("_")), None)
     if private is not None:  # the generated code's own names start so
         return [Trace({}, True, refused=f"an argument is named {private}")]
-    asked = scan(function)
+    asked, outside = scan(function), Outside()
     found: list[Trace] = []
     for training in (True, False):
         start: list[dict[str, Any]] = [{}]
@@ -353,7 +353,7 @@ def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[
                 found.append(Trace(form, training, refused="forward has too many forms of call"))
                 break
             try:
-                found.append(_trace(module, cls, function, signature, form, training, inline))
+                found.append(_trace(module, cls, function, signature, form, training, inline, outside))
                 done += 1
             except _Undecided as question:
                 parameter = signature.parameters[question.name]
@@ -390,11 +390,12 @@ def _trace(
     form: dict[str, Any],
     training: bool,
     inline: Collection[Path],
+    outside: Outside,
 ) -> Trace:
     form = dict(form)
     tracer = _Tracer(module, cls, function, form, training, inline)
     trace = Trace(form, training)
-    before = Outside()
+    outside.begin()
     try:
         root = shadow.make(module, tracer, cls=cls)
         args, kwargs = _arguments(tracer, signature, form, scan(function).splats_only)
@@ -402,7 +403,7 @@ def _trace(
         with _NoRealTensors(), tracer.watch:
             result = local(root, *args, **kwargs)
         tracer.create_node("output", "output", (tracer.create_arg(result),), {})
-        before.check()
+        outside.check()
         if (name := shadow.written(root, module)) is not None:
             raise Untraceable(f"forward sets self.{name}")
         for where, given, value in tracer.lent:
@@ -417,7 +418,7 @@ def _trace(
     else:
         trace.graph, trace.reads = tracer.graph, tracer.reads
     finally:
-        before.restore()
+        outside.restore()
     return trace
 
 
