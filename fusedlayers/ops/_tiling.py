@@ -178,7 +178,7 @@ def _tiling(
     tiles = cdiv(rows, apply_tile[0]) * cdiv(min(cols, S), wide)
     span = span or tiles
     KP = 64  # by fours: each size is another kernel to build
-    while KP < chunks * fold:
+    while chunks * fold > KP:
         KP *= 4
     return Tiling(
         row, fold, M, C, S, align, channels, groups, (rows, cols), chunks,

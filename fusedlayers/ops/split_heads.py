@@ -24,6 +24,8 @@ OP = "split_heads"
 PARTS = (2, 3)
 ORDER = (2, 0, 3, 1, 4)
 """From (B, N, parts, H, D) to (parts, B, H, N, D)."""
+SUM_ROWS = 64
+"""Tokens of a block that sums them."""
 
 
 def reference(x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
@@ -78,6 +80,11 @@ class _Plan:
     shape: Shape
     dtype: torch.dtype
     sizes: tuple[int, int, int, int, int]
+
+    @property
+    def blocks(self) -> int:
+        """How many partial sums a column has, at most."""
+        return self.sizes[0] * cdiv(self.sizes[1], SUM_ROWS)
 
     def backward(self, grads: Sequence[Tensor | None]) -> Tensor:
         return self.packed(grads)[0]
@@ -135,7 +142,7 @@ def _launch(
     # a gradient whose tokens are neighbours in memory, as a transposed product's, is read along them
     tokens_first = any(s is not None and s[2] == 1 != s[3] for s in strides)
     # with sums fewer and taller blocks, so that fewer of them are left to add up
-    BC = min(64 if tokens_first or sum_dtype is not None else 256, next_power_of_2(C))
+    BC = min(4096 // SUM_ROWS if tokens_first or sum_dtype is not None else 256, next_power_of_2(C))
     BN = min(4096 // BC, next_power_of_2(N))
     blocks, ct = B * cdiv(N, BN), compute_dtype(dtypes[-1])
     numbers = [n for s in (*strides, None)[:3] for n in (s or (0, 0, 0, 0))]

@@ -21,6 +21,9 @@ from . import _gemm, _route, split_heads
 from ._autograd import direct, needs_grad
 
 OP = "split_linear"
+MOST_SUMS = 16384
+"""Partial sums of the bias's gradient: with more, as of many very short sequences, adding them up costs as much, and is
+less accurate, than a pass of its own."""
 _any_autocast = torch._C._is_any_autocast_enabled
 
 
@@ -112,7 +115,10 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, 
     need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
     plan = ctx.plan
     x_dtype, weight_dtype, bias_dtype = plan.dtypes
-    dz, db = plan.heads.packed(grads, bias_dtype if need_bias else None)
+    summed = need_bias and plan.heads.blocks <= MOST_SUMS
+    dz, db = plan.heads.packed(grads, bias_dtype if summed else None)
+    if need_bias and not summed:
+        db = _gemm.bias_grad(dz, bias_dtype)
     dx = _gemm.input_grad(dz, weight, plan.x_shape, x_dtype) if need_x else None
     dw = _gemm.weight_grad(dz, _gemm.rows(x), ctx.weight_stride, weight_dtype) if need_weight else None
     return dx, dw, db, None

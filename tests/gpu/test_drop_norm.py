@@ -9,7 +9,7 @@ from torch import nn
 
 import fusedlayers as fl
 from fusedlayers import kernels
-from fusedlayers.ops import _drop_norm, _route
+from fusedlayers.ops import _drop_norm, _route, _table
 from fusedlayers.ops.layer_norm import dropout_layer_norm
 from tests.gpu.test_dropout import drawn
 from tests.harness import assert_accurate
@@ -164,7 +164,8 @@ def test_a_kernel_that_fails_has_not_drawn(device, monkeypatch):
     monkeypatch.setattr(_route, "failures", {})
     x = torch.ones(64, 768, device=device)
     expected, end = drawn(lambda: F.dropout(x, 0.3, True) + x)
-    with fl.settings(route="auto"), pytest.warns(RuntimeWarning, match="runs as plain PyTorch"):
+    own = _table.in_force(("scale_residual", 0), {})
+    with fl.settings(route="auto"), own, pytest.warns(RuntimeWarning, match="runs as plain PyTorch"):
         (_, s), ours = drawn(lambda: dropout_layer_norm(x, x, 0.3, True, (768,)))
     assert ours == end and torch.equal(s, expected)
 

@@ -41,7 +41,7 @@ class Block(nn.Module):
 def test_products_in_children(device, kind, dtype, route, monkeypatch):
     torch.manual_seed(0)
     original = nn.Sequential(Block(kind=kind), Block(kind=kind)).to(device)
-    model = fl.patch_model(copy.deepcopy(original), on_fallback="raise")
+    model = fl.patch_model(copy.deepcopy(original), on_fallback="ignore")
     rules = [r.rule for r in fl.explain(model).fused if "norm" in r.rule]
     assert rules == ["norm_for_product", "add_norm_for_product"] * 2
     given, real = [], low_norm._product_dtype
@@ -49,7 +49,7 @@ def test_products_in_children(device, kind, dtype, route, monkeypatch):
     x = torch.randn(4, 197, 96, device=device)
     with fl.settings(route=route), torch.autocast(device, dtype):
         report = fl.verify(model, x)
-        assert report, str(report)
+        assert report and not report.fallbacks, str(report)
         assert given and set(given) == {dtype}
         model[0].attn.qkv.register_forward_pre_hook(lambda module, args: given.append(args[0].dtype))
         given.clear()

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from tests.patch import test_random_forwards as random_forwards
 
+from .pooling import DRAWS, assert_verified
+
 
 class Bottleneck(nn.Module):
     def __init__(self, width: int = 64):
@@ -114,11 +116,13 @@ def test_random_forwards_by_kernels(device, start):
                 sum((o * o).sum() for o in original.train(mode)(x.clone().requires_grad_())).backward()
             except RuntimeError:  # an in-place edit of what backward needs
                 continue
+            patched.train(mode)
+            batches = [x, *(torch.randn(4, 6, 5, device=device) for _ in range(DRAWS - 1))]
             with fl.settings(route="triton"):
-                report = fl.verify(patched.train(mode), x)
-            if "was forced and cannot run" in report.error:  # a broadcast, which torch's own ops take
-                continue
-            assert report, f"{report}\n{source}"
+                report = fl.verify(patched, x)
+                if "was forced and cannot run" in report.error:  # a broadcast, which torch's own ops take
+                    continue
+                assert_verified(lambda i, m=patched, xs=batches: fl.verify(m, xs[i]), source)
             verified += 1
     assert verified > 40
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
@@ -422,6 +423,9 @@ def test_small_sizes_follow_the_dropout_alone(device, forced, monkeypatch):
     x, residual = (torch.randn(4, 16, device=device, requires_grad=True) for _ in range(2))
     for entry, expected in ((_table.REFERENCE, [True]), ({}, [])):
         called.clear()
-        with fl.settings(route="auto", dropout="fast"), _table.in_force(("scale_residual", x.get_device()), entry):
+        tables = (_table.in_force((op, x.get_device()), e) for op, e in (("scale_residual", entry), ("layer_norm", {})))
+        with contextlib.ExitStack() as stack:
+            for context in (fl.settings(route="auto", dropout="fast"), *tables):
+                stack.enter_context(context)
             y, _ = dropout_layer_norm(x, residual, 0.5, True, (16,))
         assert called == expected and y.grad_fn.name() == ("_RowNormBackward" if expected else "_DropNormBackward")

@@ -168,7 +168,7 @@ def test_blocks_that_come_out_the_same_share_their_class_and_survive_copies():
     original = nn.Sequential(*(model(ACCEPTED["attention"]()) for _ in range(2)))
     for a, b in zip(original[0].modules(), original[1].modules(), strict=True):
         b.__class__ = a.__class__
-    found = patched(original)
+    found = patched(original, on_fallback="ignore")  # attention itself falls back where its projection is hooked
     assert type(found[0]) is type(found[1])
     again = copy.deepcopy(found)
     assert_low(again, original)

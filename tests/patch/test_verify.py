@@ -13,6 +13,8 @@ import fusedlayers as fl
 from fusedlayers.patch import VerificationError
 from fusedlayers.patch import rule as registry
 from fusedlayers.patch.pattern import act, leaf, value
+from fusedlayers.patch.runs import Results
+from fusedlayers.patch.verify import _compare
 
 from .models import MLP, network
 
@@ -332,3 +334,18 @@ def test_the_report_is_json():
 def test_the_wrong_thing_to_verify():
     with pytest.raises(TypeError, match="expected a torch"):
         fl.verify(3, X)
+
+
+@pytest.mark.parametrize(("size", "fits"), [(1e-4, True), (1.0, False)])
+def test_without_float64_a_cancelled_bias_is_judged_by_its_weight(size, fits):
+    """Attention's keys: their bias has no effect, and its gradient is what rounding left of the weight's."""
+    weight = torch.randn(8, 8)
+    runs = [
+        Results({("parameter gradient", "k.weight"): weight, ("parameter gradient", "k.bias"): size * torch.randn(8)},
+                drew=True, dtype=torch.bfloat16)
+        for _ in range(2)
+    ]  # fmt: skip
+    compared = {c.name: c for c in _compare(*runs, None, None)}
+    assert compared["k.weight"].ok and compared["k.bias"].ok == fits
+    exact = Results(dict(runs[1].tensors), drew=False, dtype=torch.float64)
+    assert not {c.name: c for c in _compare(*runs, exact, None)}["k.bias"].ok
