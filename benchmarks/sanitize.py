@@ -3,35 +3,71 @@
     compute-sanitizer --tool memcheck python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py
 
-A few activations by default, since the sanitizer slows kernels a hundredfold; `--all` takes every one.
+A few activations by default, since the sanitizer slows kernels a hundredfold; `--all` takes every one, and `--only
+GLOB,...` some of the ops.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import fusedlayers as fl
+from fusedlayers import functional as fused
+from fusedlayers.ops.layer_norm import dropout_layer_norm
 from tests.op_table import OPS, REPRESENTATIVE, activation
 
 SIZES = [((3,), 1), ((33,), 17), ((5, 7), 130), ((1,), 513)]
 DTYPES = [torch.float32, torch.bfloat16]
 
+Made = tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]
+"""Outputs, and the inputs that want a gradient."""
+
+
+def dropout_residual(rand: Callable[..., torch.Tensor], n: int) -> Made:
+    x, r, s = rand(33, n), rand(33, n), rand(n)
+    return (fused.scale_residual(x, r, s, dropout_p=0.3, training=True),), [x, r, s]
+
+
+def dropout_norm(rand: Callable[..., torch.Tensor], n: int) -> Made:
+    x, r, w, b = rand(33, n), rand(33, n), rand(n), rand(n)
+    return dropout_layer_norm(x, r, 0.3, True, (n,), w, b), [x, r, w, b]
+
+
+def channels_last_norm(rand: Callable[..., torch.Tensor], n: int) -> Made:
+    """Of channels that fit no tile, so that rows are walked several at a time."""
+    x, w, b = rand(8, 8 * (n % 5 + 3), 16, 16), rand(8 * (n % 5 + 3)), rand(8 * (n % 5 + 3))
+    images = x.to(memory_format=torch.channels_last)
+    return (fused.batch_norm_act(images, None, None, w, b, True, 0.1, 1e-5, "relu"),), [x, w, b]
+
+
+MORE = {f.__name__: f for f in (dropout_residual, dropout_norm, channels_last_norm)}
+"""What the table of ops has not: those that draw, and a layout."""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every activation")
+    parser.add_argument("--only", metavar="GLOB,...", default="*", help="the ops whose name matches one")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
+
+    def wanted(named: dict[str, Any]) -> list[Any]:
+        return [it for name, it in named.items() if any(fnmatch.fnmatch(name, g) for g in options.only.split(","))]
+
+    ops, more = wanted(OPS), wanted(MORE)
     calls = 0
     with fl.settings(route="triton"):
-        for op, (lead, n), dtype in itertools.product(OPS.values(), SIZES, DTYPES):
+        for op, (lead, n), dtype in itertools.product(ops, SIZES, DTYPES):
             rows, features = op.least
             lead, n = (max(lead[0], rows), *lead[1:]), max(n, features)
             acts = (op.activations if options.all else REPRESENTATIVE) if op.activated else ("-",)
@@ -41,9 +77,17 @@ def main() -> int:
                 outs = outs if isinstance(outs, tuple) else (outs,)
                 torch.autograd.grad(outs, inputs, [torch.ones_like(o) for o in outs])
                 calls += 1
+        for make, n, dtype in itertools.product(more, (17, 24, 130), DTYPES):
+
+            def rand(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+                return torch.randn(shape, device=options.device, dtype=dtype, requires_grad=True)
+
+            outs, inputs = make(rand, n)
+            torch.autograd.grad(outs, inputs, [torch.ones_like(o) for o in outs])
+            calls += 1
     if options.device == "cuda":
         torch.cuda.synchronize()
-    print(f"{calls} calls of {len(OPS)} ops, forward and backward")
+    print(f"{calls} calls of {len(ops) + len(more)} ops, forward and backward")
     return 0
 
 
