@@ -31,7 +31,8 @@ def reference(
 ) -> Tensor:
     """The torch expression this op stands for."""
     z = x if scale is None else scale * x
-    z = F.dropout(z, dropout_p, training)
+    if training and dropout_p > 0.0:
+        z = F.dropout(z, dropout_p)
     if training and drop_path_p > 0.0:
         z = z * _path(z, z.dtype, drop_path_p)
     return residual + z
