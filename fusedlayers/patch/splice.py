@@ -199,7 +199,9 @@ def _runs(read: ast.FunctionDef) -> list[_Run]:
                 run.calls.append(call)
             written = [n for n in ast.walk(statement) if isinstance(getattr(n, "ctx", None), (ast.Store, ast.Del))]
             names = {n.id for n in written if isinstance(n, ast.Name)}
-            if any(isinstance(n, (ast.Attribute, ast.Subscript)) for n in written) or own in names:
+            # `.data` lets a tensor be edited where its version does not tell
+            behind = any(isinstance(n, ast.Attribute) and n.attr == "data" for n in ast.walk(statement))
+            if behind or any(isinstance(n, (ast.Attribute, ast.Subscript)) for n in written) or own in names:
                 open_runs = []
             open_runs = [r for r in open_runs if r.argument not in names | outside]
     return [run for run in found if len(run.calls) > 1]

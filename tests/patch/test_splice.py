@@ -63,6 +63,16 @@ class Assigned(Kept):
         return y + self.b(x)
 
 
+class Behind(Kept):
+    """No version tells of this."""
+
+    def forward(self, x):
+        x = x * len([*x.shape])
+        y = self.a(x)
+        x.data.mul_(2)
+        return y + self.b(x)
+
+
 class Walrus(Kept):
     def forward(self, x):
         return self.a(x) + self.b(x := x + len([*x.shape]))
@@ -140,6 +150,46 @@ def test_replaced_between():
 
     original = Replaces()
     patched = fl.patch_model(twin(original), on_fallback="raise")
+    x = torch.randn(X)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(patched(x), original(x))
+
+
+@torch.no_grad()
+def _edits_weight(m):
+    m.b.weight.mul_(2)
+
+
+@torch.no_grad()
+def _edits_bias(m):
+    m.b.bias.add_(1)
+
+
+def _gives_weight(m):
+    m.b.weight = m.c.weight
+
+
+def _hooks(m):
+    m.b.register_forward_hook(lambda _, args, out: out * 2)
+
+
+def _gives_forward(m):
+    m.b.forward = m.c.forward
+
+
+@pytest.mark.parametrize("change", [_edits_weight, _edits_bias, _gives_weight, _hooks, _gives_forward])
+def test_changed_between(change):
+    """What the forward does to a child on its way, by code that nobody has read."""
+
+    class Changes(Kept):
+        def forward(self, x):
+            y = self.a(x) * len([*x.shape])
+            change(self)
+            return y + self.b(x)
+
+    original = Changes()
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    assert sites(patched) == [("", IN_PLACE)]
     x = torch.randn(X)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(patched(x), original(x))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import Node
 
-from ...nn._children import stored
+from ...nn._children import plain, stored
 from ...ops import _route
 from ...ops import projections as op
 from .. import effects, trace
@@ -82,11 +83,28 @@ class TwoProjections(_Projections):
 class Shared:
     """What the products of one tensor gave, each until it is taken."""
 
-    __slots__ = ("layers", "outputs", "version", "x")
+    __slots__ = ("made",)
 
     def __init__(self, x: Tensor, layers: tuple[nn.Linear, ...], outputs: tuple[Tensor, ...]):
-        self.x: Tensor | None = x
-        self.version, self.layers, self.outputs = x._version, layers, [*outputs]
+        self.made: list[tuple[Any, ...] | None] = [
+            (output, *_operands(x, layer)) for output, layer in zip(outputs, layers, strict=True)
+        ]
+
+    def take(self, at: int, layer: nn.Linear, x: Tensor) -> Tensor | None:
+        """The product, unless something that ran since it was made has changed what it is a product of."""
+        made, self.made[at] = self.made[at], None  # the forward may let go of it, and of x
+        if made is None or not plain(layer):
+            return None
+        output, operands, version = made
+        now, new_version = _operands(x, layer)
+        return output if version == new_version and all(map(operator.is_, operands, now)) else None
+
+
+def _operands(x: Tensor, layer: nn.Linear) -> tuple[tuple[Any, ...], int]:
+    """What `layer(x)` reads, and a number that grows as any of it is edited in place."""
+    weight, bias = stored(layer, "weight", "bias")
+    version = x._version + weight._version
+    return (x, layer, weight, bias), version if bias is None else version + bias._version
 
 
 def start(x: Tensor, *layers: nn.Linear) -> Shared | None:
@@ -100,12 +118,8 @@ def start(x: Tensor, *layers: nn.Linear) -> Shared | None:
 
 def take(shared: Shared | None, at: int, layer: nn.Linear, x: Tensor) -> Tensor:
     """`layer(x)`: the product that is there, if it still is that."""
-    if shared is None or shared.x is not x or shared.version != x._version or shared.layers[at] is not layer:
-        return layer(x)
-    output, shared.outputs[at] = shared.outputs[at], None  # the forward may let go of it, and of x
-    if at + 1 == len(shared.layers):
-        shared.x = None
-    return output
+    output = None if shared is None else shared.take(at, layer, x)
+    return layer(x) if output is None else output
 
 
 def _has_groups(cls: type) -> bool:
