@@ -272,7 +272,10 @@ def _composite(
     widths, n = ctx.plan.widths, len(grads)
     need_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
     weights = weights[0].split(widths) if len(weights) == 1 else weights
-    own = (None,) * n if g_packed is None else g_packed.split(widths)
+    # an earlier call read those weights alone; to autograd it was all of them
+    own = dict(enumerate(g_packed.split(widths))) if g_packed is not None else {}
+    read = getattr(ctx, "read", frozenset())
+    ctx.read = read | {i for i, g in enumerate(grads) if need_x and g is not None}
     dx = None if g_x is None or not need_x else g_x.to(ctx.x_dtype)
     found: list[Tensor | None] = [None] * (2 * n)
     for i, g in enumerate(grads):
@@ -285,7 +288,7 @@ def _composite(
                 found[i] = _gemm.weight_grad(g, _gemm.rows(x), None, ctx.plan.dtype).to(ctx.dtypes[i])
             if needs[n + i]:
                 found[n + i] = g.sum(0).to(ctx.dtypes[n + i])
-        if needs[i] and own[i] is not None:
+        if needs[i] and i in own and i in read:
             d = own[i].to(ctx.dtypes[i])
             found[i] = d if found[i] is None else found[i] + d
     return dx, None, *found

@@ -204,6 +204,24 @@ def test_gradient_penalty(device):
             steepness=8.0)  # fmt: skip
 
 
+@pytest.mark.parametrize("unused", [0, 1, 2])
+def test_gradient_penalty_of_some(unused, device):
+    """A weight whose product nobody used has no gradient, though all were cast as one."""
+    found = []
+    for fn in (fused, eager):
+        inputs = operands(6, (4, 8, 8), 16, device=device)
+        with torch.autocast(device, torch.float16):
+            outputs = fn(*inputs)
+        loss = sum(y.float().square().sum() for i, y in enumerate(outputs) if i != unused)
+        (gx,) = torch.autograd.grad(loss, inputs[0], create_graph=True)
+        found.append(torch.autograd.grad(loss + gx.square().mean(), inputs, allow_unused=True))
+    assert found[1][1 + unused] is None
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * b.abs().max().item())
+
+
 def test_operands_may_change_before_backward(device):
     """Nothing that autocast casts is kept in its own dtype."""
     inputs = operands(9, (6, 4, 4), 5, device=device)
