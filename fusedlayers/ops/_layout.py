@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels import NoStorageError
+
 Shape = tuple[int, ...]
 
 
@@ -50,10 +52,18 @@ class Coefficients:
 
 
 def with_strides(t: Tensor, shape: Shape, stride: Shape) -> Tensor:
-    """`t` itself where its elements lie as `stride` says, else a copy that does."""
+    """`t` itself where its elements lie as `stride` says, else a copy that does.
+
+    Raises:
+        NoStorageError: `t` is a whole batch of tensors to vmap, which no kernel could read either.
+    """
     if t.stride() == stride:
         return t
-    return torch.empty_strided(shape, stride, dtype=t.dtype, device=t.device).copy_(t)
+    copy = torch.empty_strided(shape, stride, dtype=t.dtype, device=t.device)
+    try:
+        return copy.copy_(t)
+    except RuntimeError as error:
+        raise NoStorageError(str(error)) from error
 
 
 def dense_stride(shape: Shape, stride: Shape) -> Shape:
