@@ -222,6 +222,17 @@ def test_gradient_penalty_of_some(unused, device):
             torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * b.abs().max().item())
 
 
+def test_hooks_hear_of_no_gradient_that_is_none(device):
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        inputs, heard = operands(6, (4, 8), 16, device=device), []
+        for t in inputs[1:]:
+            getattr(t, register)(lambda t, heard=heard: heard.append(t.sum()))
+        with torch.autocast(device, torch.bfloat16):
+            used, _ = fused(*inputs)
+        used.float().sum().backward()
+        assert len(heard) == 2
+
+
 def test_operands_may_change_before_backward(device):
     """Nothing that autocast casts is kept in its own dtype."""
     inputs = operands(9, (6, 4, 4), 5, device=device)
