@@ -99,7 +99,7 @@ FAULTS = [
           TRANSFORMS + "memory_is_flat_over_many_steps[True-affine_act]"),
     Fault("a mask drawn again", "fusedlayers/kernels/drop_norm.py", "                keep = keep_tile(rows, N", "                keep = keep_tile(rows + 1, N",
           "tests/ops/test_drop_norm.py::test_every_size[(33, 64)-torch.float32]"),
-    Fault("products of one value: what it was overwritten by", "fusedlayers/patch/rules/projections.py", "shared.version != x._version", "False",
+    Fault("products of one value: what it was overwritten by", "fusedlayers/patch/rules/projections.py", "version == new_version", "True",
           "tests/patch/test_projections.py::test_what_is_overwritten_between[triton-Between]"),
     Fault("products of one value: cut at the wrong rows", "fusedlayers/ops/projections.py", "begins[run[0]], begins[run[-1]]", "0, begins[run[-1]] - begins[run[0]]",
           "tests/ops/test_projections.py::test_frozen_ones_of_three[(1, 0, 1, 1)]"),
