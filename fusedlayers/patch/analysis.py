@@ -88,6 +88,7 @@ def plan(
             rewritten = one(module, targeting, _allow(name, filters, only))
             if rewritten is not None:
                 yield Planned(name, module, rewritten)
+    trace.forget()
 
 
 def _below(module: nn.Module, paths: Iterable[Path]) -> set[int]:

@@ -306,6 +306,9 @@ def _is_torch(function: types.FunctionType) -> bool:
 
 
 _kept: weakref.WeakKeyDictionary[nn.Module, list[Trace]] = weakref.WeakKeyDictionary()
+_hopeless: dict[Any, list[Trace]] = {}
+"""By class and settings, what came of modules of which no form could be traced: their like are not tried again."""
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def looked_at(module: nn.Module, cls: type) -> list[Trace]:
@@ -325,6 +328,15 @@ def taken(module: nn.Module, cls: type) -> list[Trace]:
 def forget() -> None:
     """Drops what is kept: modules may change from one patching to the next."""
     _kept.clear()
+    _hopeless.clear()
+
+
+def _kind(module: nn.Module, cls: type) -> tuple[Any, ...]:
+    """What two modules have in common whose forwards do the same on symbolic values."""
+    own = ((k, repr(v) if shadow.plain(v) else id(v)) for k, v in vars(module).items() if k not in _OF_EVERY_MODULE)
+    held = ((n, t is None) for group in (module._parameters, module._buffers) for n, t in group.items())
+    children = ((n, type(child)) for n, child in module._modules.items())
+    return cls, tuple(own), tuple(held), tuple(children)
 
 
 def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[Trace]:
@@ -340,6 +352,9 @@ def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[
     private = next((name for name in list(signature.parameters)[1:] if name.startswith("_")), None)
     if private is not None:  # the generated code's own names start so
         return [Trace({}, True, refused=f"an argument is named {private}")]
+    kind = _kind(module, cls)
+    if kind in _hopeless and not inline:
+        return list(_hopeless[kind])
     asked, outside = scan(function), Outside()
     found: list[Trace] = []
     for training in (True, False):
@@ -361,6 +376,8 @@ def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[
                 if not choices:
                     found.append(Trace(form, training, refused=f"forward branches on {question.name}"))
                 pending += [{**form, question.name: choice} for choice in choices]
+    if all(t.graph is None for t in found):
+        _hopeless[kind] = found
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fusedlayers as fl
 from fusedlayers.patch import trace
 from fusedlayers.patch.trace import GIVEN, NONE
 
@@ -430,3 +431,27 @@ def test_arguments_named_like_the_generated_code():
         return self.fc(x)
 
     assert refusals(container(forward)) == {"an argument is named _m"}
+
+
+class Branching(nn.Module):
+    """Cannot be traced where it is gated; forwards of the others can."""
+
+    def __init__(self, gated):
+        super().__init__()
+        self.fc, self.gated = nn.Linear(4, 4), gated
+
+    def forward(self, x):
+        if self.gated and x.sum() > 0:
+            return x
+        return self.fc(x).relu()
+
+
+def test_modules_like_one_that_cannot_be_traced_are_not_tried_again(monkeypatch):
+    """Fails where every layer of a deep model costs what the first does, or one of other settings counts as alike."""
+    real, tried = trace._trace, []
+    monkeypatch.setattr(trace, "_trace", lambda module, *args: tried.append(module.gated) or real(module, *args))
+    found = fl.explain(nn.ModuleList(Branching(gated) for gated in (True, True, False, True, False)))
+    assert tried.count(True) == 2 and tried.count(False) == 4  # in both modes
+    assert [r.name for r in found.fused] == ["2.fc", "4.fc"]
+    fl.explain(nn.ModuleList([Branching(True)]))
+    assert tried.count(True) == 4  # another model may be otherwise
