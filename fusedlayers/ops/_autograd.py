@@ -18,6 +18,14 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
+def hooked(*parameters: Tensor | None) -> bool:
+    """Whether anyone waits for the gradient of one of these.
+
+    A Function of several results would tell them even where the result that it belongs to was not used: `None`.
+    """
+    return any(p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks) for p in parameters)
+
+
 def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without the Python around it, which serves functorch: `_route.pick` has ruled that out.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels import KernelError, cdiv, load, next_power_of_2
 from . import _dropout, _route, _row_norm, _table
-from ._autograd import direct, needs_grad
+from ._autograd import direct, hooked, needs_grad
 from ._dropout import Dropout, Rng
 from ._dtypes import triton_dtype
 from ._row_norm import Norm, Tile, row_norm
@@ -40,7 +40,7 @@ def drop_norm(
         tensors, op = (x, residual, weight, bias), f"dropout_{norm.op}"
         plan = functools.partial(_prepare, norm, x, residual, weight, bias, p)
         route, call = _route.pick(op, tensors, plan=plan, auto=functools.partial(_worth, tensors), draws=True)
-        if route == "apart" or (route == "triton" and call is _APART):
+        if route == "apart" or (route == "triton" and (call is _APART or hooked(weight, bias))):
             s = scale_residual(x, residual, None, p, 0.0, True)
             return row_norm(norm, s, None, weight, bias), s
         if route == "triton":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernels import KernelError, cdiv, load, next_power_of_2
 from . import _route
-from ._autograd import composite_backward, direct, needs_grad
+from ._autograd import composite_backward, direct, hooked, needs_grad
 from ._dtypes import compute_dtype, triton_dtype
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -80,8 +80,11 @@ def row_norm(
         if route == "triton":
             try:
                 if needs_grad(*tensors):
-                    if passes and x.requires_grad:
+                    if passes and x.requires_grad and not hooked(weight, bias):
                         return _apply_passing(x, None, weight, bias, call)
+                    if residual is not None and hooked(weight, bias):
+                        s = x + residual
+                        return row_norm(norm, s, None, weight, bias), s
                     y, s = _apply(x, residual, weight, bias, call)
                 else:
                     y, s, _ = call.forward(x, residual, weight, bias, False)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..kernels import KernelError, cdiv, load
 from ..settings import settings
 from . import _gemm, _route
-from ._autograd import direct, needs_grad
+from ._autograd import direct, hooked, needs_grad
 from ._dtypes import compute_dtype, triton_dtype
 
 OP = "projections"
@@ -52,7 +52,7 @@ def fused(x: Tensor, weights: Sequence[Tensor], biases: Parameters) -> tuple[Ten
     """`projections` where they pay, else `None`: then eager's own ops are to be called."""
     if not _any_autocast() and settings.route != "triton":  # what `auto` would find, and most calls are so
         return None
-    if _route.is_compiling() or not needs_grad(x, *weights, *biases) or _hooked(*weights, *biases):
+    if _route.is_compiling() or not needs_grad(x, *weights, *biases) or hooked(*weights, *biases):
         return None
     route, plan = _route.pick(OP, (x, *weights, *biases), plan=lambda: _plan(x, weights, biases), auto=auto)
     if route != "triton":
@@ -62,11 +62,6 @@ def fused(x: Tensor, weights: Sequence[Tensor], biases: Parameters) -> tuple[Ten
     except KernelError as error:
         _route.failed(OP, error)
         return None
-
-
-def _hooked(*parameters: Tensor | None) -> bool:
-    """Whether anyone waits for a gradient. One Function would tell them even of a product that nobody used: `None`."""
-    return any(p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks) for p in parameters)
 
 
 def auto(plan: Plan) -> str:

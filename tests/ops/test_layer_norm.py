@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import fusedlayers as fl
 from fusedlayers.functional import layer_norm
 from fusedlayers.ops import _row_norm
+from fusedlayers.ops.layer_norm import dropout_layer_norm
 from fusedlayers.ops.layer_norm import layer_norm as with_dtype
 from tests.harness import FLOATS, LAYOUTS, compare, laid_out, randn
 
@@ -381,3 +382,23 @@ def test_its_input_passed_on_and_one_result_unused(which, device):
         assert (a is None) == (e is None)
         if a is not None:
             torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["residual", "passes", "dropout"])
+def test_a_hook_on_a_parameter_whose_norm_is_not_used(kind, device):
+    """It is not called, as in eager; fails where it is called with `None`."""
+    x, w, b, r = operands(5, 33, device=device)
+    seen = []
+    for p in (w, b):
+        p.register_hook(lambda g: seen.append(g))
+    with fl.settings(dropout="fast"):
+        if kind == "residual":
+            pair = layer_norm(x, (33,), w, b, 1e-5, r)
+        elif kind == "passes":
+            pair = with_dtype(x, (33,), w, b, passes=True)
+        else:
+            pair = dropout_layer_norm(x, r, 0.5, True, (33,), w, b)
+    pair[1].square().sum().backward(retain_graph=True)
+    assert not seen and x.grad is not None and w.grad is None
+    pair[0].square().sum().backward()
+    assert len(seen) == 2 and all(g is not None for g in seen)
