@@ -280,7 +280,7 @@ def test_hooks_of_accelerate_before_and_after_patching(zoo):
     for model in (after, fl.unpatch_model(after)):
         assert_alike(step(model, inputs), step(copy.deepcopy(original), inputs), TOLERANCE)
     code = {getattr(m.forward, "__func__", m.forward).__code__.co_filename for m in after.modules()}
-    assert not [name for name in code if "fusedlayers" in name], "a forward of the patched classes is left"
+    assert not [name for name in code if name.startswith("<fusedlayers")], "a forward of the patched classes is left"
 
 
 @few
