@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .norm import folded, grad_rows, norm_rows, weight_of
+from .norm import folded, grad_rows, norm_rows, normalised, store_sums, weight_of
 from .philox import keep_tile, state
 
 
@@ -73,12 +73,8 @@ def backward(
         mask = in_rows[:, None] & in_cols
         g = tl.load(g_ptr + rows[:, None] * (g_v * V) + cols, mask=mask, other=0.0).to(CT)
         if NEED_DX or NEED_DRES or NEED_DW:
-            s = tl.load(s_ptr + rows[:, None] * (s_v * V) + cols, mask=mask, other=0.0).to(CT)
-            rstd = tl.load(stats_ptr + rows, mask=in_rows, other=0.0)[:, None]
-            if CENTER:
-                # lanes past the edge hold -mean then, and meet g = 0
-                s -= tl.load(stats_ptr + M + rows, mask=in_rows, other=0.0)[:, None]
-            xhat = s * rstd
+            s_at = s_ptr + rows[:, None] * (s_v * V) + cols
+            xhat, rstd = normalised(s_at, stats_ptr, rows, in_rows, mask, M, CT, CENTER)
         if NEED_DX or NEED_DRES:
             ds = grad_rows(g, xhat, rstd, w, N, CENTER, HAS_W)
             if HAS_GSUM:
@@ -94,9 +90,4 @@ def backward(
             sum_w += folded(g * xhat, AR, BR)
         if NEED_DB:
             sum_b += folded(g, AR, BR)
-    at = pid.to(tl.int64) * N + tl.arange(0, BN)
-    in_cols = tl.arange(0, BN) < N
-    if NEED_DW:
-        tl.store(partial_ptr + at, tl.sum(sum_w, axis=0), mask=in_cols)
-    if NEED_DB:
-        tl.store(partial_ptr + tl.cast(blocks, tl.int64) * N + at, tl.sum(sum_b, axis=0), mask=in_cols)
+    store_sums(partial_ptr, sum_w, sum_b, N, NEED_DW, NEED_DB, BN)

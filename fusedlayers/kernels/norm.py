@@ -177,12 +177,8 @@ def backward(
         mask = in_rows[:, None] & in_cols
         g = tl.load(g_ptr + rows[:, None] * (g_v * V) + cols, mask=mask, other=0.0).to(CT)
         if NEED_DX or NEED_DW:
-            x = tl.load(s_ptr + rows[:, None] * (s_v * V) + cols, mask=mask, other=0.0).to(CT)
-            rstd = tl.load(stats_ptr + rows, mask=in_rows, other=0.0)[:, None]
-            if CENTER:
-                # lanes past the edge hold -mean then, and meet g = 0
-                x -= tl.load(stats_ptr + M + rows, mask=in_rows, other=0.0)[:, None]
-            xhat = x * rstd
+            s_at = s_ptr + rows[:, None] * (s_v * V) + cols
+            xhat, rstd = normalised(s_at, stats_ptr, rows, in_rows, mask, M, CT, CENTER)
         if NEED_DX:
             dx = grad_rows(g, xhat, rstd, w, N, CENTER, HAS_W)
             if HAS_GSUM:
@@ -195,12 +191,29 @@ def backward(
             sum_w += folded(g * xhat, AR, BR)
         if NEED_DB:
             sum_b += folded(g, AR, BR)
-    at = pid.to(tl.int64) * N + tl.arange(0, BN)
+    store_sums(partial_ptr, sum_w, sum_b, N, NEED_DW, NEED_DB, BN)
+
+
+@triton.jit
+def normalised(at_ptr, stats_ptr, rows, in_rows, mask, M, CT: tl.constexpr, CENTER: tl.constexpr):
+    """Rows as they were normalised, before the weight, and their rstd."""
+    x = tl.load(at_ptr, mask=mask, other=0.0).to(CT)
+    rstd = tl.load(stats_ptr + rows, mask=in_rows, other=0.0)[:, None]
+    if CENTER:
+        # lanes past the edge hold -mean then, and meet g = 0
+        x -= tl.load(stats_ptr + M + rows, mask=in_rows, other=0.0)[:, None]
+    return x * rstd, rstd
+
+
+@triton.jit
+def store_sums(partial_ptr, sum_w, sum_b, N, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, BN: tl.constexpr):
+    """A block's row of the parameters' partial sums, (2, blocks, N)."""
+    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, BN)
     in_cols = tl.arange(0, BN) < N
     if NEED_DW:
         tl.store(partial_ptr + at, tl.sum(sum_w, axis=0), mask=in_cols)
     if NEED_DB:
-        tl.store(partial_ptr + tl.cast(blocks, tl.int64) * N + at, tl.sum(sum_b, axis=0), mask=in_cols)
+        tl.store(partial_ptr + tl.cast(tl.num_programs(0), tl.int64) * N + at, tl.sum(sum_b, axis=0), mask=in_cols)
 
 
 @triton.jit

@@ -17,11 +17,18 @@ from torch import Tensor
 from .. import activations, kernels
 from ..activations import Activation
 from ..kernels import cdiv, load, next_power_of_2
+from ..settings import settings
 from ._dtypes import activated, compute_dtype, triton_dtype
 
 _IDENTITY = activations.get("identity")
 _HAS_OUT_DTYPE = torch.version.cuda is not None and "dtype" in torch.ops.aten.mm.overloads()  # torch >= 2.8
+_any_autocast = torch._C._is_any_autocast_enabled
 _fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
+def may_cast() -> bool:
+    """Whether an op that stands for autocast's casts may have something to do; asked first, as most calls have not."""
+    return _any_autocast() or settings.route == "triton"
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import KernelError, cdiv, load
-from ..settings import settings
 from . import _gemm, _route
 from ._autograd import direct, hooked, needs_grad
 from ._dtypes import compute_dtype, triton_dtype
@@ -25,7 +24,6 @@ from ._dtypes import compute_dtype, triton_dtype
 OP = "projections"
 PARTS = (2, 3)
 Parameters = Sequence[Tensor | None]
-_any_autocast = torch._C._is_any_autocast_enabled
 
 
 def reference(x: Tensor, weights: Sequence[Tensor], biases: Parameters) -> tuple[Tensor, ...]:
@@ -50,9 +48,9 @@ def projections(x: Tensor, weights: Sequence[Tensor], biases: Parameters) -> tup
 
 def fused(x: Tensor, weights: Sequence[Tensor], biases: Parameters) -> tuple[Tensor, ...] | None:
     """`projections` where they pay, else `None`: then eager's own ops are to be called."""
-    if not _any_autocast() and settings.route != "triton":  # what `auto` would find, and most calls are so
+    if not _gemm.may_cast() or _route.is_compiling():
         return None
-    if _route.is_compiling() or not needs_grad(x, *weights, *biases) or hooked(*weights, *biases):
+    if not needs_grad(x, *weights, *biases) or hooked(*weights, *biases):
         return None
     route, plan = _route.pick(OP, (x, *weights, *biases), plan=lambda: _plan(x, weights, biases), auto=auto)
     if route != "triton":

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import KernelError
-from ..settings import settings
 from . import _gemm, _route, split_heads
 from ._autograd import direct, needs_grad
 
@@ -24,7 +23,6 @@ OP = "split_linear"
 MOST_SUMS = 16384
 """Partial sums of the bias's gradient: with more, as of many very short sequences, adding them up costs as much, and is
 less accurate, than a pass of its own."""
-_any_autocast = torch._C._is_any_autocast_enabled
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, *sizes: int) -> tuple[Tensor, ...]:
@@ -44,8 +42,7 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *sizes: int) ->
     Raises:
         RuntimeError: what `F.linear` or `reshape` raises for what does not fit.
     """
-    # what `auto` would find, and most calls are so
-    if (_any_autocast() or settings.route == "triton") and not _route.is_compiling() and needs_grad(x, weight, bias):
+    if _gemm.may_cast() and not _route.is_compiling() and needs_grad(x, weight, bias):
         route, plan = _route.pick(OP, (x, weight, bias), plan=lambda: _plan(x, weight, bias, sizes), auto=auto)
         if route == "triton":
             return _apply(_gemm.viewable(x, plan.dtype), weight, bias, plan)[: plan.heads.sizes[2]]

@@ -16,6 +16,8 @@ from fusedlayers import inspect
 
 from .models import assert_same, results, twin
 
+pytestmark = pytest.mark.usefixtures("kernels_where_they_run")
+
 X = (2, 5, 8)
 IN_PLACE, THREE, TWO = "projections_in_place", "projections", "two_projections"
 
@@ -91,14 +93,6 @@ KINDS = (Attention, Untraced, Derived, Crossed)
 
 def sites(model):
     return [(r.name, r.rule) for r in fl.explain(model).fused if r.rule in (IN_PLACE, THREE, TWO)]
-
-
-@pytest.fixture(params=["reference", "triton"], autouse=True)
-def kernels_where_they_run(request):
-    if request.param == "triton" and not fl.kernels.interpreted():
-        pytest.skip("kernels are not interpreted here")
-    with fl.settings(route="auto" if request.param == "triton" else "reference"):
-        yield
 
 
 def trained(model, *args, **kwargs):

@@ -10,9 +10,9 @@ import fusedlayers as fl
 from fusedlayers.patch import splice
 
 from .models import assert_same, twin
-from .test_projections import IN_PLACE, Untraced, X, assert_same_trained, kernels_where_they_run, sites
+from .test_projections import IN_PLACE, Untraced, X, assert_same_trained, sites
 
-__all__ = ["kernels_where_they_run"]  # a fixture, used here as well
+pytestmark = pytest.mark.usefixtures("kernels_where_they_run")
 
 
 class Kept(nn.Module):

@@ -14,6 +14,8 @@ from fusedlayers import inspect
 
 from .models import assert_same, results, twin
 
+pytestmark = pytest.mark.usefixtures("kernels_where_they_run")
+
 X = (2, 5, 8)
 
 
@@ -78,14 +80,6 @@ RULES = ("split_projection", "split_heads")
 def sites(model):
     found = fl.explain(model)
     return [r for r in (*found.fused, *found.reduced) if r.rule in RULES]
-
-
-@pytest.fixture(params=["reference", "triton"], autouse=True)
-def kernels_where_they_run(request):
-    if request.param == "triton" and not fl.kernels.interpreted():
-        pytest.skip("kernels are not interpreted here")
-    with fl.settings(route="auto" if request.param == "triton" else "reference"):
-        yield
 
 
 @pytest.mark.parametrize("kind", FUSED)

@@ -175,7 +175,7 @@ def test_a_list_a_forward_fills_is_refused():
 
 def test_dict_subclass_outputs_are_refused():
     class Output(dict):
-        pass
+        """As transformers' models return."""
 
     @dataclass
     class Data:

@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ... import functional as fused
 from ...nn._children import stored
-from ...ops.layer_norm import dropout_layer_norm
-from ...ops.rms_norm import dropout_rms_norm
+from ...ops.layer_norm import dropout_layer_norm, layer_norm
+from ...ops.rms_norm import dropout_rms_norm, rms_norm
 from .. import effects
 from ..pattern import Pattern, State, add, dropout, leaf, through, value
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
@@ -22,11 +21,13 @@ RMS_NORMS: tuple[type | str, ...] = (nn.RMSNorm,) if hasattr(nn, "RMSNorm") else
 NORMS = (*LAYER_NORMS, *RMS_NORMS)
 
 
-def norm(layer: Any, x: Tensor) -> Tensor:
+def norm(layer: Any, x: Tensor, residual: Tensor | None = None, **how: Any) -> Any:
+    """What the layer makes of x, or of `x + residual`; `how`: keywords of `ops.layer_norm` and `ops.rms_norm`."""
+    shape, eps = layer.normalized_shape, layer.eps
     if isinstance(layer, nn.LayerNorm):
         weight, bias = stored(layer, "weight", "bias")
-        return fused.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
-    return fused.rms_norm(x, layer.normalized_shape, layer.weight, layer.eps)
+        return layer_norm(x, shape, weight, bias, eps, residual, **how)
+    return rms_norm(x, shape, layer.weight, eps, residual, **how)
 
 
 def add_norm(layer: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,10 +35,7 @@ def add_norm(layer: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     if x.shape != residual.shape:  # the fused op adds like to like; broadcasting stays with torch
         total = x + residual
         return norm(layer, total), total
-    if isinstance(layer, nn.LayerNorm):
-        weight, bias = stored(layer, "weight", "bias")
-        return fused.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps, residual)
-    return fused.rms_norm(x, layer.normalized_shape, layer.weight, layer.eps, residual)
+    return norm(layer, x, residual)
 
 
 def drop_add_norm(layer: Any, x: Tensor, residual: Tensor, drop: nn.Module | float) -> tuple[Tensor, Tensor]:

@@ -20,15 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...nn._children import stored
 from ...ops import _route
-from ...ops.layer_norm import layer_norm
 from ...ops.rms_norm import rms_norm
 from .. import effects
 from ..pattern import Pattern, add, leaf, through, value
 from ..readers import Readers, Unfit, readers
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
-from .layer_norm import NORMS, _obstacle, after_dropout, dropout_problem, dropped_norm
+from .layer_norm import NORMS, _obstacle, after_dropout, dropout_problem, dropped_norm, norm
 from .layer_norm_2d import LAYER_NORMS_2D
 from .mlp import GatedMlp
 from .residual import rate
@@ -40,12 +38,12 @@ WIDE = "in float32 under autocast"
 
 def low_norm(layer: Any, x: Tensor, module: nn.Module, held: Held) -> Tensor:
     """The norm of x in the dtype of the product; as eager gives it where `held(module)` no longer is true."""
-    return _norm(layer, x, None, _product_dtype(module, held, x))
+    return norm(layer, x, out_dtype=_product_dtype(module, held, x))
 
 
 def low_norm_passing(layer: Any, x: Tensor, module: nn.Module, held: Held) -> tuple[Tensor, Tensor]:
     """`low_norm` of x, and x itself for the additions that read it after the norm."""
-    return _norm(layer, x, None, _product_dtype(module, held, x), passes=True)
+    return norm(layer, x, out_dtype=_product_dtype(module, held, x), passes=True)
 
 
 def add_low_norm(layer: Any, x: Tensor, residual: Tensor, module: nn.Module, held: Held) -> tuple[Tensor, Tensor]:
@@ -53,7 +51,7 @@ def add_low_norm(layer: Any, x: Tensor, residual: Tensor, module: nn.Module, hel
     if x.shape != residual.shape:
         total = x + residual
         return low_norm(layer, total, module, held), total
-    return _norm(layer, x, residual, _product_dtype(module, held, x, residual))
+    return norm(layer, x, residual, out_dtype=_product_dtype(module, held, x, residual))
 
 
 def drop_add_low_norm(
@@ -100,14 +98,6 @@ def _product_dtype(module: nn.Module, held: Held, *tensors: Tensor) -> torch.dty
         return None
     # a compiler sees the cast by itself, and would have to guard all that is asked here
     return low if held is None or (not _route.is_compiling() and held(module)) else None
-
-
-def _norm(layer: Any, x: Tensor, residual: Tensor | None, out_dtype: torch.dtype | None, passes: bool = False) -> Any:
-    shape, eps = layer.normalized_shape, layer.eps
-    if isinstance(layer, nn.LayerNorm):
-        weight, bias = stored(layer, "weight", "bias")
-        return layer_norm(x, shape, weight, bias, eps, residual, out_dtype=out_dtype, passes=passes)
-    return rms_norm(x, shape, layer.weight, eps, residual, out_dtype=out_dtype, passes=passes)
 
 
 def _writing(out_dtype: torch.dtype | None) -> Callable[..., Any]:
