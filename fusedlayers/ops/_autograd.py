@@ -19,11 +19,14 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def hooked(*parameters: Tensor | None) -> bool:
-    """Whether anyone waits for the gradient of one of these.
+    """Whether anyone may wait for the gradient of one of these, or of what one was computed from.
 
     A Function of several results would tell them even where the result that it belongs to was not used: `None`.
     """
-    return any(p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks) for p in parameters)
+    return any(
+        p is not None and (p._backward_hooks or p.grad_fn is not None or p._post_accumulate_grad_hooks)
+        for p in parameters
+    )
 
 
 def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:

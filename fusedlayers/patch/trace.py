@@ -309,6 +309,7 @@ _kept: weakref.WeakKeyDictionary[nn.Module, list[Trace]] = weakref.WeakKeyDictio
 _hopeless: dict[Any, list[Trace]] = {}
 """By class and settings, what came of modules of which no form could be traced: their like are not tried again."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_ATOMS = (bool, int, float, str, type(None))
 
 
 def looked_at(module: nn.Module, cls: type) -> list[Trace]:
@@ -331,12 +332,55 @@ def forget() -> None:
     _hopeless.clear()
 
 
-def _kind(module: nn.Module, cls: type) -> tuple[Any, ...]:
-    """What two modules have in common whose forwards do the same on symbolic values."""
-    own = ((k, repr(v) if shadow.plain(v) else id(v)) for k, v in vars(module).items() if k not in _OF_EVERY_MODULE)
-    held = ((n, t is None) for group in (module._parameters, module._buffers) for n, t in group.items())
-    children = ((n, type(child)) for n, child in module._modules.items())
-    return cls, tuple(own), tuple(held), tuple(children)
+def _kind(module: nn.Module, cls: type, function: types.FunctionType) -> tuple[Any, ...]:
+    """What two modules have in common whose forwards do the same on symbolic values: the settings that code named in
+    the forward could read, theirs and those of the modules below. What is not sure to be the same counts as another."""
+    below = list(module.named_modules(remove_duplicate=False))[1:]
+    names = _named(function, (cls, *dict.fromkeys(type(m) for _, m in below)))
+
+    def settings(m: nn.Module) -> tuple[Any, ...]:
+        own = ((k, _sure(v)) for k, v in vars(m).items() if k in names and k not in _OF_EVERY_MODULE)
+        held = ((n, t is None) for group in (m._parameters, m._buffers, m._modules) for n, t in group.items())
+        return (*own, *held)
+
+    return cls, settings(module), tuple((name, m.training, type(m), settings(m)) for name, m in below)
+
+
+@functools.lru_cache(maxsize=1024)
+def _named(function: types.FunctionType, classes: tuple[type, ...]) -> frozenset[str]:
+    """Every name and string in a function's code, and in the code of what has such a name: in its globals, its
+    closure and these classes."""
+    seen: set[types.CodeType] = set()
+    names: set[str] = set()
+    scopes: list[Mapping[str, Any]] = [function.__globals__]
+    scopes += [vars(c) for cls in classes for c in cls.__mro__ if not c.__module__.startswith("torch.")]
+    pending = [function.__code__, *(c for cell in function.__closure__ or () for c in _codes(cell.cell_contents))]
+    while pending:
+        code = pending.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        new = {*code.co_names, *(c for c in code.co_consts if type(c) is str)} - names
+        names |= new
+        pending += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+        pending += [c for scope in scopes for n in new if n in scope for c in _codes(scope[n])]
+    return frozenset(names)
+
+
+def _codes(value: Any) -> Iterator[types.CodeType]:
+    for f in (value, *(getattr(value, n, None) for n in ("fget", "__func__", "__wrapped__"))):
+        if isinstance(f, types.FunctionType) and not _is_torch(f):
+            yield f.__code__
+
+
+def _sure(value: Any) -> Any:
+    """A value to compare by; its identity where its contents may be anything."""
+    flat = value.items() if type(value) is dict else value if type(value) in (tuple, list, set, frozenset) else None
+    if type(value) in _ATOMS:
+        return type(value), value
+    if flat is not None and all(type(v) in _ATOMS for e in flat for v in (e if type(value) is dict else (e,))):
+        return repr(value)
+    return id(value)
 
 
 def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[Trace]:
@@ -352,9 +396,10 @@ def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[
     private = next((name for name in list(signature.parameters)[1:] if name.startswith("_")), None)
     if private is not None:  # the generated code's own names start so
         return [Trace({}, True, refused=f"an argument is named {private}")]
-    kind = _kind(module, cls)
-    if kind in _hopeless and not inline:
-        return list(_hopeless[kind])
+    kind = _kind(module, cls, function)
+    known = None if inline else _hopeless.get(kind)
+    if known is not None:
+        return list(known)
     asked, outside = scan(function), Outside()
     found: list[Trace] = []
     for training in (True, False):
@@ -376,7 +421,7 @@ def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[
                 if not choices:
                     found.append(Trace(form, training, refused=f"forward branches on {question.name}"))
                 pending += [{**form, question.name: choice} for choice in choices]
-    if all(t.graph is None for t in found):
+    if not inline and all(t.graph is None for t in found):
         _hopeless[kind] = found
     return found
 

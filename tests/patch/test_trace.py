@@ -455,3 +455,31 @@ def test_modules_like_one_that_cannot_be_traced_are_not_tried_again(monkeypatch)
     assert [r.name for r in found.fused] == ["2.fc", "4.fc"]
     fl.explain(nn.ModuleList([Branching(True)]))
     assert tried.count(True) == 4  # another model may be otherwise
+
+
+class Asks(nn.Module):
+    """Cannot be traced where what it asks of a module below it is so."""
+
+    def __init__(self, below, note=None):
+        super().__init__()
+        self.fc, self.below, self.note = nn.Linear(4, 4), below, note
+
+    def forward(self, x):
+        if self.below[0].p > 0 and x.sum() > 0:
+            return x
+        return self.fc(x).relu()
+
+
+def circle():
+    found = []
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize("note", [None, circle()], ids=["plain", "a list that holds itself"])
+@pytest.mark.parametrize("good", [nn.Dropout(0.0), nn.AlphaDropout(0.0)], ids=str)
+def test_a_setting_below_makes_another_module(note, good):
+    """Fails where what one module was refused for is held against one of its class that can be traced."""
+    odd = Asks(nn.ModuleList([nn.Dropout(0.5)]), note)
+    found = fl.explain(nn.ModuleList([odd, Asks(nn.ModuleList([good]), note)]))
+    assert [r.name for r in found.fused] == ["1.fc"], found

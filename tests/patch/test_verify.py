@@ -13,8 +13,7 @@ import fusedlayers as fl
 from fusedlayers.patch import VerificationError
 from fusedlayers.patch import rule as registry
 from fusedlayers.patch.pattern import act, leaf, value
-from fusedlayers.patch.runs import Results
-from fusedlayers.patch.verify import _compare
+from fusedlayers.patch.verify import _shaken
 
 from .models import MLP, network
 
@@ -336,16 +335,61 @@ def test_the_wrong_thing_to_verify():
         fl.verify(3, X)
 
 
-@pytest.mark.parametrize(("size", "fits"), [(1e-4, True), (1.0, False)])
-def test_without_float64_a_cancelled_bias_is_judged_by_its_weight(size, fits):
-    """Attention's keys: their bias has no effect, and its gradient is what rounding left of the weight's."""
-    weight = torch.randn(8, 8)
-    runs = [
-        Results({("parameter gradient", "k.weight"): weight, ("parameter gradient", "k.bias"): size * torch.randn(8)},
-                drew=True, dtype=torch.bfloat16)
-        for _ in range(2)
-    ]  # fmt: skip
-    compared = {c.name: c for c in _compare(*runs, None, None)}
-    assert compared["k.weight"].ok and compared["k.bias"].ok == fits
-    exact = Results(dict(runs[1].tensors), drew=False, dtype=torch.float64)
-    assert not {c.name: c for c in _compare(*runs, exact, None)}["k.bias"].ok
+class Cancels(nn.Module):
+    """Attention's keys: a bias without effect, whose gradient is rounding alone; and draws that leave no float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.k, self.fc, self.act, self.rrelu = nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.RReLU()
+
+    def forward(self, x):
+        k = self.k(x)
+        return self.rrelu(self.act(self.fc(x - x.mean())) + (k - k.mean(0)))
+
+
+def test_without_float64_a_gradient_of_rounding_alone_is_known_as_that():
+    class Other(fl.Rule):
+        """Its bias's gradient is rounded otherwise, as another kernel's is."""
+
+        pattern = leaf("k", nn.Linear)(value("x"))
+
+        def fuse(self, m):
+            noise = 1e-7 * torch.randn(8, generator=torch.Generator().manual_seed(1))
+
+            def op(k, x):
+                return (
+                    nn.functional.linear(x, k.weight, k.bias) + (k.bias * noise).sum() - (k.bias * noise).sum().detach()
+                )
+
+            return m.call(op, m.k, m.x)
+
+    patched = fl.patch_model(Cancels(), rules=[Other()])
+    report = fl.verify(patched, torch.randn(64, 8))
+    assert report.reference == "the original" and report, str(report)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 1.5])
+@pytest.mark.parametrize("scale", [1.0, 255.0], ids=["unit", "pixels"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_without_float64_a_wrong_bias_gradient_fails(factor, scale, bf16):
+    """Whatever the scale of the inputs, by which the weight's gradient outgrows the bias's."""
+
+    def op(fc, activation, x):
+        b = fc.bias * factor + (fc.bias * (1 - factor)).detach()
+        return activation(nn.functional.linear(x, fc.weight, b))
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.RReLU(), nn.Linear(8, 4))
+    patched = fl.patch_model(model, rules=[wrong_rule(op)])
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        report = fl.verify(patched, torch.rand(64, 8) * scale)
+    assert report.reference == "the original"
+    assert not report and report.worst == "0", str(report)
+
+
+def test_a_verdict_leaves_parameters_and_generators():
+    model = fl.patch_model(Cancels())
+    before, state = [p.clone() for p in model.parameters()], torch.get_rng_state()
+    with _shaken(model, torch.bfloat16):
+        assert not all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert torch.equal(state, torch.get_rng_state())
