@@ -7,7 +7,7 @@ pointers, so that running it costs one look at each pointer and one call of the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl  # noqa: F401  (its dtypes, for ops that must not import Triton themselves)
 from torch import Tensor
 
-from . import KernelError, NoStorageError, interpreted
+from . import KernelError, NoStorageError, ahead, interpreted
 
 _INTERPRETED = interpreted()
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # both are missing from builds without CUDA
@@ -100,11 +100,15 @@ class Launch:
         """The launch itself, for an observer."""
         self(*pointers, numbers=numbers, observed=True)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton is told besides the kernel's arguments."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
     def _unusual(self, pointers: tuple[Tensor | None, ...], numbers: tuple[int, ...], observed: bool) -> None:
         if observer is not None and not observed:
             observer(self, pointers, numbers)
         elif 0 not in self.grid:
-            options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
             try:
                 for p in pointers:
                     if p is not None:
@@ -112,7 +116,7 @@ class Launch:
             except RuntimeError as error:
                 raise NoStorageError(str(error)) from error
             with _build_lock:  # the interpreter keeps its grid and patched functions in globals
-                self.kernel[self.grid](*pointers, *numbers, *self.rest, **options)
+                self.kernel[self.grid](*pointers, *numbers, *self.rest, **self.options)
 
     def _elsewhere(
         self, ready: Any, key: Any, device: int, pointers: tuple[Tensor | None, ...], addresses: list,
@@ -131,10 +135,10 @@ class Launch:
 
     def _build(self, pointers: tuple[Tensor | None, ...], numbers: tuple[int, ...]) -> Any:
         """Compiles through Triton's own path, which also makes the first launch."""
+        ahead.wait(self, tuple(None if p is None else p.dtype for p in pointers), torch.cuda.current_device())
         with _build_lock:
             try:
-                options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
-                compiled = self.kernel[self.grid](*pointers, *numbers, *self.rest, **options)
+                compiled = self.kernel[self.grid](*pointers, *numbers, *self.rest, **self.options)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise KernelError(f"{self.kernel.__name__} could not be built or launched: {reason}") from error
@@ -166,11 +170,12 @@ class Chain:
     The first pointer is given. A step whose launch is `None` is left out.
     """
 
-    __slots__ = ("_ready", "steps")
+    __slots__ = ("_begun", "_ready", "steps")
 
     def __init__(self, *steps: tuple[Launch | None, tuple[int, ...], bool]) -> None:
         self.steps = [step for step in steps if step[0] is not None]
         self._ready: dict[int, list[tuple]] = {}
+        self._begun: set[int] = set()
 
     def __call__(self, *pointers: Tensor | None, numbers: tuple[Any, ...] = ()) -> None:
         device = pointers[0].get_device()
@@ -201,8 +206,19 @@ class Chain:
             else:
                 fire(x, y, z, stream, *bound, *pick(addresses), *rest)
 
+    def ahead(self, dtypes: Sequence[torch.dtype | None], device: int, numbers: tuple[Any, ...] = ()) -> None:
+        """Begins to build what is not built yet, for pointers of these dtypes (`None`: absent), without waiting."""
+        if _INTERPRETED:
+            return
+        for launch, which, numbered in self.steps:
+            if device not in launch._ready and 0 not in launch.grid:
+                ahead.build(launch, tuple(dtypes[i] for i in which), numbers if numbered else (), device)
+
     def _apart(self, device: int, pointers: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> None:
         """One launch after the other, each looking for itself; once all are built, they are kept together."""
+        if device not in self._begun and len(self.steps) > 1:
+            self._begun.add(device)
+            self.ahead([None if p is None else p.dtype for p in pointers], device, numbers)
         for launch, which, numbered in self.steps:
             launch(*(pointers[i] for i in which), numbers=numbers if numbered else ())
         if device in self._ready or not all(device in launch._ready for launch, _, _ in self.steps):

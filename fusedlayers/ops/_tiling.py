@@ -23,7 +23,7 @@ class Tiling:
         sum_tile: rows, columns, and tiles in flight of the summing pass.
         apply_tile: rows, columns of the second pass; a block takes `span` tiles of a chunk, `parts` blocks share one.
         merge: rows of partial sums that every block of the second pass combines; 0: a kernel of its own does.
-        combine_tile: rows (all chunks) and channels of that kernel.
+        combine_tile: rows (all chunks) and channels of that kernel, of `combine_warps`.
     """
 
     row: bool
@@ -45,6 +45,7 @@ class Tiling:
     parts: int
     merge: int
     combine_tile: tuple[int, int]
+    combine_warps: int
 
     @property
     def source(self) -> int:
@@ -114,10 +115,12 @@ class Knobs:
     saved_warps: int = 4
     saved_stages: int = 3
     saved_span: int = 2
+    combine_channels: int = 16  # of a block; fewer: more blocks
+    combine_warps: int = 8
 
 
 FORWARD = Knobs()
-BACKWARD = Knobs(sum_unroll=2, merged_bytes=8192, wide_from=5 << 17)
+BACKWARD = Knobs(sum_unroll=2, merged_bytes=8192, wide_from=5 << 17, saved_span=3)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -184,5 +187,5 @@ def _tiling(
         row, fold, M, C, S, align, channels, groups, (rows, cols), chunks,
         (tall, wide, knobs.sum_unroll), knobs.sum_warps,
         apply_tile, warps, stages, span, cdiv(tiles, span),
-        merge, (KP, max(1, min(next_power_of_2(C // fold), 8192 // KP, 16))),
+        merge, (KP, max(1, min(next_power_of_2(C // fold), 8192 // KP, knobs.combine_channels))), knobs.combine_warps,
     )  # fmt: skip

@@ -96,7 +96,7 @@ class _Call:
 
     def __init__(
         self, plan: Coefficients, act: Activation, training: bool, eps: float, track: bool, dtypes: tuple,
-        y_dtype: torch.dtype, tilings: tuple[Tiling, Tiling],
+        y_dtype: torch.dtype, tilings: tuple[Tiling, Tiling], device: torch.device,
     ) -> None:  # fmt: skip
         self.plan, self.act, self.training, self.eps, self.track = plan, act, training, eps, track
         self.x_dtype, self.weight_dtype, self.bias_dtype, self.residual_dtype, self.z_dtype = dtypes
@@ -107,6 +107,7 @@ class _Call:
         else:
             self.mask = _RECOMPUTE if self.residual_dtype is None else _KEPT
         self.keeps_z = self.mask == _KEPT and act.keeps == "input"
+        self.device, self._begun = device, False
         self._launches: dict[Any, Any] = {}
 
     def forward(
@@ -129,6 +130,8 @@ class _Call:
         partial = x.new_empty(2, chunks, C, dtype=ct) if chunks else None
         halves = _halves(momentum) if self.track else (0.0, 0.0)
         run(x, residual, weight, bias, running_mean, running_var, partial, stats, y, z, numbers=halves)
+        if keep and not self._begun:
+            self._build_backward()
         return y, z, stats
 
     def _prepare_forward(self, keep: bool) -> tuple[Any, bool, int]:
@@ -145,7 +148,7 @@ class _Call:
             )
         if source == _SAVED:
             rest = (t.M, t.C, t.S, *t.chunk, t.chunks, t.fold, ct, self.eps, bias, self.track, *t.combine_tile)
-            combine = Launch(kernel.forward_combine, t.combine_grid, rest)
+            combine = Launch(kernel.forward_combine, t.combine_grid, rest, t.combine_warps)
         flags = (self.weight_dtype is not None, bias, self.residual_dtype is not None)
         flags += (self.track and combine is None, keep and self.keeps_z, keep and combine is None)
         act = device_act.value(self.act, self.y_dtype), *device_act.constants(self.act)
@@ -181,6 +184,19 @@ class _Call:
         run(g, x, kept, weight, stats, written, dx, partial, total, dweight, dbias, None)
         return dx, dweight, dbias, dres, None, None, None, None
 
+    def _build_backward(self) -> None:
+        """Begins to build the kernels of the usual backward, to be ready when forward has run through the model."""
+        self._begun = True
+        if self.device.type != "cuda":
+            return
+        needs = (True, *(d is not None for d in (self.weight_dtype, self.bias_dtype, self.residual_dtype)))
+        run, chunks, totals = self._prepare_backward(needs)
+        kept = None if self.mask != _KEPT else self.z_dtype if self.keeps_z else self.y_dtype
+        written = None if self.mask == _NOTHING else self.residual_dtype
+        sums = self.dtype if chunks else None, self.dtype if totals else None
+        dtypes = self.y_dtype, self.x_dtype, kept, self.weight_dtype, self.dtype, written, self.x_dtype
+        run.ahead((*dtypes, *sums, self.weight_dtype, self.bias_dtype, None), self.device.index)
+
     def _rereads_dz(self, need_dres: bool) -> bool:
         """Whether the second pass reads the masked gradient the first one wrote: unless that rounded it."""
         return need_dres and self.mask != _NOTHING and self.residual_dtype in (self.y_dtype, self.dtype)
@@ -204,7 +220,7 @@ class _Call:
             sums = Launch(kernel.backward_sums, t.sum_grid, rest, t.sum_warps)
         if source == _SAVED and (two_passes or need_dweight or need_dbias):
             rest = (t.C, t.chunks, t.fold, two_passes, need_dweight, need_dbias, *t.combine_tile)
-            combine = Launch(kernel.backward_combine, t.combine_grid, rest)
+            combine = Launch(kernel.backward_combine, t.combine_grid, rest, t.combine_warps)
         if two_passes:
             if sums is not None:
                 writes, mask = False, _NOTHING if self._rereads_dz(need_dres) else mask
@@ -324,7 +340,7 @@ def _cached_call(
     dtypes = (dtype, weight and weight[0], bias and bias[0], residual_dtype, z_dtype)
     y_dtype = activated(act, z_dtype, autocast_device) if autocast_device else z_dtype
     tilings = tuple(tiling(row, *sizes, dtype.itemsize, _processors(device), backward) for backward in (False, True))
-    return _Call(plan, act, training, eps, training and mean is not None, dtypes, y_dtype, tilings)
+    return _Call(plan, act, training, eps, training and mean is not None, dtypes, y_dtype, tilings, device)
 
 
 @functools.cache

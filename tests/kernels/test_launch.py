@@ -49,6 +49,7 @@ def pretended(monkeypatch):
     monkeypatch.setattr(launch, "_current_device", lambda: -1)
     monkeypatch.setattr(launch, "_current_stream", lambda device: 99)
     monkeypatch.setattr(launch.Launch, "_build", build)
+    monkeypatch.setattr(launch.ahead, "build", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return built
 
