@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import ahead
+
 Call = Callable[[int], Any]
 """Runs one step on the input set of that number."""
 
@@ -94,6 +96,7 @@ def compare(
         try:
             for i in range(max(3, sets)):
                 call(i % sets)
+            ahead.settle()
             sync(device)
             timings[name].peak_bytes = peak_memory(lambda call=call: call(0)) if device == "cuda" else None
             alive[name] = call

@@ -29,7 +29,7 @@ _built: dict[int, Any] = {}
 
 
 def kernels_built() -> int:
-    """How many kernels were compiled, or loaded from Triton's disk cache, in this process."""
+    """How many kernels were launched in this process, each compiled or loaded from Triton's disk cache before."""
     return len(_built)
 
 
@@ -206,7 +206,7 @@ class Chain:
             else:
                 fire(x, y, z, stream, *bound, *pick(addresses), *rest)
 
-    def ahead(self, dtypes: Sequence[torch.dtype | None], device: int, numbers: tuple[Any, ...] = ()) -> None:
+    def build_ahead(self, dtypes: Sequence[torch.dtype | None], device: int, numbers: tuple[Any, ...] = ()) -> None:
         """Begins to build what is not built yet, for pointers of these dtypes (`None`: absent), without waiting."""
         if _INTERPRETED:
             return
@@ -218,7 +218,7 @@ class Chain:
         """One launch after the other, each looking for itself; once all are built, they are kept together."""
         if device not in self._begun and len(self.steps) > 1:
             self._begun.add(device)
-            self.ahead([None if p is None else p.dtype for p in pointers], device, numbers)
+            self.build_ahead([None if p is None else p.dtype for p in pointers], device, numbers)
         for launch, which, numbered in self.steps:
             launch(*(pointers[i] for i in which), numbers=numbers if numbered else ())
         if device in self._ready or not all(device in launch._ready for launch, _, _ in self.steps):

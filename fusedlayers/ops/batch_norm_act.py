@@ -72,6 +72,7 @@ class _BatchNormAct(torch.autograd.Function):
         kept = None if call.mask != _KEPT else y if z is None else z
         ctx.save_for_backward(x, weight, stats, kept, running_mean, running_var)
         ctx.call = call
+        call.build_backward(ctx.needs_input_grad[:4])
         return y, z, stats
 
     @staticmethod
@@ -107,7 +108,7 @@ class _Call:
         else:
             self.mask = _RECOMPUTE if self.residual_dtype is None else _KEPT
         self.keeps_z = self.mask == _KEPT and act.keeps == "input"
-        self.device, self._begun = device, False
+        self.device = device
         self._launches: dict[Any, Any] = {}
 
     def forward(
@@ -130,8 +131,6 @@ class _Call:
         partial = x.new_empty(2, chunks, C, dtype=ct) if chunks else None
         halves = _halves(momentum) if self.track else (0.0, 0.0)
         run(x, residual, weight, bias, running_mean, running_var, partial, stats, y, z, numbers=halves)
-        if keep and not self._begun:
-            self._build_backward()
         return y, z, stats
 
     def _prepare_forward(self, keep: bool) -> tuple[Any, bool, int]:
@@ -184,18 +183,33 @@ class _Call:
         run(g, x, kept, weight, stats, written, dx, partial, total, dweight, dbias, None)
         return dx, dweight, dbias, dres, None, None, None, None
 
-    def _build_backward(self) -> None:
-        """Begins to build the kernels of the usual backward, to be ready when forward has run through the model."""
-        self._begun = True
-        if self.device.type != "cuda":
+    def build_backward(self, needs: tuple) -> None:
+        """Begins to build backward's kernels, to be ready when forward has run through the model."""
+        if needs in self._launches or not any(needs):
             return
-        needs = (True, *(d is not None for d in (self.weight_dtype, self.bias_dtype, self.residual_dtype)))
-        run, chunks, totals = self._prepare_backward(needs)
+        try:
+            run, chunks, totals = self._prepare_backward(needs)
+        except KernelError:
+            return  # backward says so
         kept = None if self.mask != _KEPT else self.z_dtype if self.keeps_z else self.y_dtype
-        written = None if self.mask == _NOTHING else self.residual_dtype
-        sums = self.dtype if chunks else None, self.dtype if totals else None
-        dtypes = self.y_dtype, self.x_dtype, kept, self.weight_dtype, self.dtype, written, self.x_dtype
-        run.ahead((*dtypes, *sums, self.weight_dtype, self.bias_dtype, None), self.device.index)
+        need_dx, need_dweight, need_dbias, need_dres = needs
+        run.build_ahead(
+            (
+                self.y_dtype,
+                self.x_dtype,
+                kept,
+                self.weight_dtype,
+                self.dtype,
+                self.residual_dtype if need_dres and self.mask != _NOTHING else None,
+                self.x_dtype if need_dx else None,
+                self.dtype if chunks else None,
+                self.dtype if totals else None,
+                self.weight_dtype if need_dweight else None,
+                self.bias_dtype if need_dbias else None,
+                None,
+            ),
+            self.device.index,
+        )
 
     def _rereads_dz(self, need_dres: bool) -> bool:
         """Whether the second pass reads the masked gradient the first one wrote: unless that rounded it."""

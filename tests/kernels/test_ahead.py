@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +51,9 @@ def compiled(monkeypatch, tmp_path):
             kernel.device_caches.clear()
 
 
+EVERY = True, True, True, False
+
+
 def call(channels: int, height: int) -> op._Call:
     shape = torch.Size((32, channels, height, height))
     stride = channels * height * height, 1, channels * height, channels
@@ -62,18 +67,18 @@ def call(channels: int, height: int) -> op._Call:
 
 
 def finish() -> None:
-    for build in ahead._building.values():
-        assert build.exception() is None, build.exception()
+    ahead.settle()
+    assert {build.result() for build in ahead._building.values()} == {""}
 
 
 def test_a_forward_begins_to_build_its_backward(compiled, monkeypatch):
     monkeypatch.setattr(op, "_processors", lambda device: 132)
     first = call(64, 28)
-    first._build_backward()
+    first.build_backward(EVERY)
     finish()
     assert sorted(compiled) == ["backward_apply", "backward_combine", "backward_sums"]
     # what the launch then asks for is there: the same kernels, by real tensors
-    run = first._prepare_backward((True, True, True, False))[0]
+    run = first._launches[EVERY][0]
     x, f = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)
     pointers = x, x, None, f, f, None, x, f, f, f, f, None
     for step, which, _ in run.steps:
@@ -86,7 +91,7 @@ def test_a_forward_begins_to_build_its_backward(compiled, monkeypatch):
 def test_sizes_that_share_a_kernel_build_it_once(compiled, monkeypatch):
     monkeypatch.setattr(op, "_processors", lambda device: 132)
     for height in (28, 30, 28):
-        call(64, height)._build_backward()
+        call(64, height).build_backward(EVERY)
     finish()
     assert len(compiled) == len(set(compiled)) == len(ahead._building)
 
@@ -98,27 +103,51 @@ def test_a_chain_builds_its_launches_side_by_side(monkeypatch):
     first, second = launch.Launch(kernel, (3,), ()), launch.Launch(kernel, (4,), ())
     second._ready[1] = None
     chain = launch.Chain((first, (0, 2), False), (None, (1, 1), True), (second, (2, 1), True))
-    chain.ahead([torch.bfloat16, None, torch.float32], 0, (1, 2))
+    chain.build_ahead([torch.bfloat16, None, torch.float32], 0, (1, 2))
     assert begun == [
         (first, (torch.bfloat16, torch.float32), (), 0),
         (second, (torch.float32, None), (1, 2), 0),
     ]
     begun.clear()
-    chain.ahead([torch.bfloat16, None, torch.float32], 1)
+    chain.build_ahead([torch.bfloat16, None, torch.float32], 1)
     assert [b[0] for b in begun] == [first]  # the other is built on that device
 
 
-def test_a_build_that_fails_is_left_to_the_launch(monkeypatch):
-    class Kernel:
-        params = ()
+class Kernel:
+    """One whose build does as it is told."""
 
-        def warmup(self, *args, **kwargs):
-            raise ValueError("no such thing")
+    params = ()
 
+    def __init__(self, warmup) -> None:
+        self.warmup = lambda *args, **kwargs: warmup()
+
+
+@pytest.fixture
+def alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(ahead, "_building", {})
-    one = launch.Launch(Kernel(), (3,), ())
+
+
+def begin(warmup) -> Future | None:
+    one = launch.Launch(Kernel(warmup), (3,), ())
     ahead.build(one, (torch.float32,), (), 0)
     ahead.wait(one, (torch.float32,), 0)
-    (build,) = ahead._building.values()
-    assert isinstance(build.exception(), ValueError)
+    return next(iter(ahead._building.values()), None)
+
+
+def test_a_build_that_fails_is_left_to_the_launch(alone):
+    assert begin(lambda: [][0]).result().startswith("IndexError")
+
+
+def test_without_a_thread_it_is_left_to_the_launch(alone, monkeypatch):
+    def submit(*args) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ahead, "_pool", lambda: SimpleNamespace(submit=submit))
+    assert begin(lambda: None) is None
+
+
+def test_what_waits_its_turn_is_dropped_when_the_program_ends(alone, monkeypatch):
+    built = []
+    monkeypatch.setattr(threading, "main_thread", lambda: SimpleNamespace(is_alive=lambda: False))
+    assert begin(lambda: built.append(1)).result() == "the program has ended" and not built

@@ -261,6 +261,41 @@ def test_two_forwards_then_both_backwards(device):
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("act", ["relu", "gelu", "identity"])
+def test_forward_begins_to_build_what_backward_launches(act, training, device, forced, monkeypatch):
+    """Else it would build in vain, and backward again: the same launches, for the dtypes of the same pointers."""
+    if forced != "triton":
+        pytest.skip("no kernels")
+    launch = fl.kernels.load("launch")
+    built, run, call = [], [], launch.Chain.__call__
+    monkeypatch.setattr(
+        launch.Chain, "build_ahead", lambda self, dtypes, device, numbers=(): built.append((self, dtypes))
+    )
+
+    def launched(self, *pointers, numbers=()):
+        run.append((self, tuple(None if p is None else p.dtype for p in pointers)))
+        call(self, *pointers, numbers=numbers)
+
+    monkeypatch.setattr(launch.Chain, "__call__", launched)
+    fl.ops.batch_norm_act._cached_call.cache_clear()
+    half, single = torch.bfloat16, torch.float32
+    for needs, (dtype, added) in itertools.product(
+        itertools.product([True, False], repeat=4), [(single, single), (half, half), (half, single)]
+    ):
+        given = [t.detach().to(dtype) for t in inputs((4, 6, 5, 2), single, device, residual=True)]
+        given[3] = given[3].to(added) if needs[3] or act == "relu" else None
+        wanted = [t.requires_grad_() for t, needed in zip(given, needs, strict=True) if needed]
+        again = given[3] is None and added is not dtype
+        if wanted and not again:
+            mean, var = torch.zeros(6, device=device), torch.ones(6, device=device)
+            y = fused(act, training)(*given, mean, var)
+            run.clear()
+            begun = built[-1:]
+            torch.autograd.grad(y, wanted, torch.ones_like(y))
+            assert len(run) == 1 and begun == run
+
+
 @contextlib.contextmanager
 def cut_by(knobs: _tiling.Knobs) -> Iterator[None]:
     """With both passes cut as these knobs say."""

@@ -1,6 +1,7 @@
 """Any op on any call, against eager, under the accuracy rule.
 
-Few examples by default, the same every time; `-m slow` draws 2,000, and `HYPOTHESIS_PROFILE=long` as many for both.
+Few examples by default, the same every time; `-m slow` draws 2,000, or as many as `EXAMPLES` says, and
+`HYPOTHESIS_PROFILE=long` as many for both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.usefixtures("forced"), pytest.mark.filterwarnings("ign
 
 _QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": False, "database": None}
 settings.register_profile("short", max_examples=60, derandomize=True, **_QUIET)
-settings.register_profile("long", max_examples=2000, **_QUIET)
+settings.register_profile("long", max_examples=int(os.environ.get("EXAMPLES", 2000)), **_QUIET)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 
