@@ -74,10 +74,10 @@ def save(run: dict[str, Any], path: str | Path) -> Path:
 
 
 def earlier(path: str | Path) -> list[dict[str, Any]]:
-    """The results a file has from a run that was cut off, without those that never ran."""
+    """The results a file has, each with the date it is from, without those that never ran."""
     path = Path(path)
-    found = json.loads(path.read_text())["results"] if path.exists() else []
-    return [r for r in found if "skipped" not in r]
+    run = json.loads(path.read_text()) if path.exists() else {"results": []}
+    return [{"date": run.get("date"), **r} for r in run["results"] if "skipped" not in r]
 
 
 def _rounded(value: Any) -> Any:
@@ -99,8 +99,18 @@ def markdown(run: dict[str, Any]) -> str:
     rows = model_rows(run) if models else case_rows(run)
     versions = run["versions"]
     at = f"{run['hardware']['name']}, torch {versions['torch']}, Triton {versions['triton']}, {run['date']}"
-    notes = "".join(f"\n- {line}" for line in model_notes(run)) if models else ""
+    lines = [*older(run), *(model_notes(run) if models else ())]
+    notes = "".join(f"\n- {line}" for line in lines)
     return f"{at}\n\n{table(rows)}\n{notes}\n".rstrip() + "\n"
+
+
+def older(run: dict[str, Any]) -> list[str]:
+    """Which results an earlier run left in the file."""
+    dates: dict[str, list[str]] = {}
+    for r in run["results"]:
+        if r.get("date", run["date"]) != run["date"]:
+            dates.setdefault(r["date"], []).append(r["case"])
+    return [f"Of a run at {date}: {', '.join(cases)}." for date, cases in dates.items()]
 
 
 def table(rows: list[list[str]]) -> str:
