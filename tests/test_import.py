@@ -52,6 +52,15 @@ def test_the_textbook_kernel(interpret):
     assert run(code, TRITON_INTERPRET=interpret) == "tensor([7., 0.])\n"
 
 
+def test_a_triton_that_is_too_old_is_named(monkeypatch):
+    triton = pytest.importorskip("triton")
+    found = []
+    for version in ("3.3.1+git1", "3.4.0", "3.10.0.post1", "4.0"):
+        monkeypatch.setattr(triton, "__version__", version)
+        found.append(kernels.unavailable.__wrapped__())
+    assert found == ["Triton 3.3.1+git1 is too old: the kernels need 3.4 or newer", None, None, None]
+
+
 def test_without_triton_import_patch_train_and_unpatch_work():
     code = """
 import copy, warnings

@@ -8,10 +8,14 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import re
 import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+OLDEST = 3, 4
+"""Older Tritons compile some kernels only, or none."""
 
 
 class KernelError(RuntimeError):
@@ -24,11 +28,15 @@ class NoStorageError(KernelError):
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why Triton cannot be used in this process; `None` when it can be imported."""
+    """Why Triton cannot be used in this process; `None` when it can."""
     try:
         importlib.import_module("triton.language")
+        version = importlib.import_module("triton").__version__
     except Exception as error:  # a broken install raises more than ImportError
         return f"Triton cannot be imported ({type(error).__name__}: {error})"
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST:
+        return f"Triton {version} is too old: the kernels need {'.'.join(map(str, OLDEST))} or newer"
     return None
 
 
