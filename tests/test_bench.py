@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,10 +83,13 @@ def test_a_failing_case_is_a_result_and_the_others_run(tmp_path, monkeypatch):
 
 def test_resume_runs_only_what_is_missing(tmp_path):
     run(tmp_path, "ops", "--peers", "eager", "--only", "affine_act/relu*")
-    before = json.loads((tmp_path / "run.json").read_text())["results"][0]
+    before = json.loads((tmp_path / "run.json").read_text())
     _, found = run(tmp_path, "ops", "--peers", "eager", "--only", "*act*", "--resume")
     names = [r["case"] for r in found["results"]]
-    assert found["results"][0] == before and len(names) == len(set(names)) > 1
+    first = before["results"][0]
+    assert found["results"][0] == {**first, "date": before["date"]} and len(names) == len(set(names)) > 1
+    found["date"] = "later"
+    assert f"- Of a run at {before['date']}: {first['case']}.\n" in report.markdown(found)
 
 
 def test_unknown_names_are_errors(tmp_path):
@@ -145,6 +149,10 @@ def test_random_lengths_count_the_kernels_built(monkeypatch):
     assert set(found) == {"eager", "patched"}
     assert found["patched"]["worst_step_over_its_median"] > 0
     assert lengths.measure("cpu", [], Budget(0))["lengths"]["eager"]["skipped"]
+    late = SimpleNamespace(left=40.0)  # it is used up after the first step
+    monkeypatch.setattr(lengths, "seconds", lambda step, device: setattr(late, "left", 13.0) or 0.5)
+    cut_off = lengths._steps(small, "eager", "cpu", late)
+    assert cut_off == {"steps": 1, "first_ten_steps_s": 0.5, "skipped": "the time budget was used up"}
 
 
 def test_a_first_step_is_timed(monkeypatch):

@@ -215,7 +215,7 @@ def model_notes(run: dict[str, Any]) -> list[str]:
         for name, found in r.get("lengths", {}).items():
             if "mean_step_ms" in found:
                 lines.append(
-                    f"BERT-base, 100 batches of random length, {name}: "
+                    f"BERT-base, {found.get('steps', 100)} batches of random length, {name}: "
                     f"{found['kernels_built_after_ten_steps']} of this library's kernels built after ten steps, "
                     f"slowest later step {found['worst_step_over_its_median']:.2f} times the median of its length, "
                     f"{_number(found['mean_step_ms'])} ms a step, first ten steps {found['first_ten_steps_s']:.1f} s."
