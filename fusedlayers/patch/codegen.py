@@ -19,7 +19,7 @@ from torch.fx import Graph, Node, Proxy
 from . import guards
 from .guards import Guard, Names
 from .shadow import Path
-from .trace import SPLAT, Form, Read
+from .trace import SPLAT, TOO_MANY_FORMS, Form, Read
 
 _BINARY = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
@@ -79,6 +79,8 @@ def generate(signature: inspect.Signature, variants: Sequence[Variant]) -> Gener
         reasons.append(f"    if {condition}:")
         reasons += [f"        if not ({g.expression}): return {g.reason!r}" for g in held]
         reasons.append("        return 'a guard failed'")
+    many = any(v.refused == TOO_MANY_FORMS for v in variants)
+    untraced = TOO_MANY_FORMS if many else "this form of call was not traced"
     fetch = [f"    {local} = {_fetch(path, names)}" for path, local in names.children.items()]
     modules = ["    _m = self._modules"] if fetch else []
     lines = [f"def forward(self{declared}):"]
@@ -93,7 +95,7 @@ def generate(signature: inspect.Signature, variants: Sequence[Variant]) -> Gener
         *modules,
         *fetch,
         *reasons,
-        "    return 'this form of call was not traced'",
+        f"    return {untraced!r}",
         "",
     ]
     source = "\n".join(lines)

@@ -28,7 +28,7 @@ class Found:
     index: int = 0
     """Which of several sites with the same members."""
     kind: str = ""
-    """What a record of one thing alone is about: an activation, norm or residual that nothing took in."""
+    """What a record is about that tells of one activation, norm or residual, which nothing here took in."""
 
 
 @dataclass

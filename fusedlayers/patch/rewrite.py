@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -105,6 +105,8 @@ def _rewrite(
         if counts is None or sum(work.counts.fused.values()) > sum(counts.fused.values()):
             counts = work.counts
     kept = _settle(found)
+    if alone := _one_mode(all_traced):
+        kept = [f if f.status == "skipped" else replace(f, status="reduced", reason=alone) for f in kept]
     if counts is None:
         left = left_alone(module, variants[0].refused or "forward cannot be traced")
         kept, counts = [*kept, *left.found], left.counts
@@ -113,6 +115,16 @@ def _rewrite(
     except Untraceable:
         signature = None
     return Rewritten(_merged(variants), kept, counts, signature, touched, set(inline))
+
+
+def _one_mode(all_traced: Sequence[Trace]) -> str:
+    """Why what is fused is so in training alone, or in evaluation; empty where both modes could be traced."""
+    traced = {t.training for t in all_traced if t.graph is not None}
+    refused = {t.training: t.refused for t in all_traced if t.graph is None and t.training not in traced}
+    if not traced or not refused:
+        return ""
+    ((mode, why),) = refused.items()
+    return f"in {'evaluation' if mode else 'training'} only: {why}"
 
 
 def left_alone(module: nn.Module, why: str) -> Rewritten:

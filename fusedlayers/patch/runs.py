@@ -41,16 +41,22 @@ def run(
     kwinputs: dict[str, Any],
     backward: bool,
     mode: AbstractContextManager[Any] | None = None,
+    input_gradients: bool = True,
 ) -> Results:
-    """Outputs, gradients and buffers of a forward and backward pass; only these two run under `mode`."""
+    """Outputs, gradients and buffers of a forward and backward pass; only these two run under `mode`.
+
+    `input_gradients`: every floating-point input is to have one, instead of those that the caller wants one for.
+    """
     mode = nullcontext() if mode is None else mode
     before = _random_state()
     leaves: list[Tensor] = []
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
-            value = value.detach().clone().requires_grad_(backward)
-            leaves.append(value)
+            asked = backward and (input_gradients or value.requires_grad)
+            value = value.detach().clone().requires_grad_(asked)
+            if asked:
+                leaves.append(value)
         return value
 
     args, kwargs = pytree.tree_map(leaf, (tuple(inputs), dict(kwinputs)))

@@ -205,7 +205,8 @@ class Sites:
         said: set[Node] = set()
         for rule, nodes, paths, reason in self.missed:
             if not nodes & (self.gone | said):
-                kind = self.kinds.get(next(iter(nodes)), "") if len(nodes) == 1 else ""
+                told = [n for n in nodes if n in self.kinds and (len(nodes) == 1 or n.op == "call_module")]
+                kind = self.kinds[told[0]] if len(told) == 1 else ""
                 self._place(nodes, Found("skipped", rule.name, paths, reason, kind=kind))
                 said |= nodes
         for node, kind in self.kinds.items():

@@ -13,6 +13,7 @@ import functools
 import inspect
 import operator
 import sys
+import textwrap
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -35,6 +36,7 @@ from .watch import CONTAINERS, Watch
 SPLAT = "**"
 """Name under which `**kwargs`, passed on unread, travels in node arguments."""
 MAX_FORMS = 16
+TOO_MANY_FORMS = "forward has too many forms of call"
 
 NONE, GIVEN, TENSOR, LIST, EMPTY = "is None", "is given", "is a tensor", "is a list", "is empty"
 _KINDS = {TENSOR: torch.Tensor, LIST: list}
@@ -410,7 +412,7 @@ def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[
         while pending:
             form = pending.pop(0)
             if done + len(pending) >= MAX_FORMS:
-                found.append(Trace(form, training, refused="forward has too many forms of call"))
+                found.append(Trace(form, training, refused=TOO_MANY_FORMS))
                 break
             try:
                 found.append(_trace(module, cls, function, signature, form, training, inline, outside))
@@ -476,12 +478,16 @@ def _trace(
     except (Untraceable, TraceError) as reason:
         trace.refused = str(reason).split("\n")[0]
     except Exception as error:  # whatever a user's forward does on symbolic values is a reason, never a crash
-        trace.refused = f"forward fails on symbolic values ({type(error).__name__}: {str(error)[:80]!r})"
+        trace.refused = f"forward fails on symbolic values ({type(error).__name__}: {_in_brief(error)!r})"
     else:
         trace.graph, trace.reads = tracer.graph, tracer.reads
     finally:
         outside.restore()
     return trace
+
+
+def _in_brief(error: Exception) -> str:
+    return textwrap.shorten(str(error), 120, placeholder=" ...")
 
 
 def _arguments(tracer: _Tracer, signature: inspect.Signature, form: dict[str, Any], splats: bool) -> tuple[list, dict]:

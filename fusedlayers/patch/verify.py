@@ -60,6 +60,7 @@ class VerifyReport:
         sites: how many modules of the model are patched.
         fallbacks: patched modules that took their original path in this run, by reason.
         error: why nothing could be compared: the patched model raises, or the original gives other results each time.
+        note: what was compared less than usual, and why: a model may refuse inputs that require a gradient.
     """
 
     comparisons: list[Comparison] = field(default_factory=list)
@@ -68,6 +69,7 @@ class VerifyReport:
     sites: int = 0
     fallbacks: dict[str, Counter[str]] = field(default_factory=dict)
     error: str = ""
+    note: str = ""
 
     @property
     def ok(self) -> bool:
@@ -85,7 +87,7 @@ class VerifyReport:
         fallbacks = {name: dict(reasons) for name, reasons in self.fallbacks.items()}
         compared = [asdict(c) | {"ok": c.ok} for c in self.comparisons]
         head = {"ok": self.ok, "reference": self.reference, "worst": self.worst, "sites": self.sites}
-        return {**head, "error": self.error, "fallbacks": fallbacks, "comparisons": compared}
+        return {**head, "error": self.error, "note": self.note, "fallbacks": fallbacks, "comparisons": compared}
 
     def __str__(self) -> str:
         if self.error:
@@ -104,6 +106,8 @@ class VerifyReport:
             if c.ok and not _tells(c.kind, c.eager_error):
                 detail += " (zero but for rounding)"
             lines.append(f"  {c.kind:<18} {c.name or '(root)':<40} {detail}")
+        if self.note:
+            lines.append(f"  note: {self.note}")
         for name, reasons in self.fallbacks.items():
             lines += [f"  ran unfused        {name or '(root)':<40} {why}" for why in reasons]
         return "\n".join(lines)
@@ -146,10 +150,16 @@ def verify(
             chosen = {id(m) for m in fused}
             rewind()
             with restored([m for m in patched if id(m) not in chosen]):
-                return run(model, inputs, kwinputs, backward, mode)
+                return run(model, inputs, kwinputs, backward, mode, not report.note)
 
         try:
-            eager = some_fused()
+            try:
+                eager = some_fused()
+            except Exception as error:
+                if not backward:
+                    raise
+                report.note = f"inputs that ask for no gradient were given none ({type(error).__name__}: {error})"
+                eager = some_fused()
             try:
                 fused = some_fused(patched)
             except Exception as error:
@@ -159,7 +169,7 @@ def verify(
             report.fallbacks = _new_fallbacks(sites, counts)
             exact = None
             if rtol is None:
-                exact = _reference(model, inputs, kwinputs, backward, eager, some_fused, rewind)
+                exact = _reference(model, inputs, kwinputs, backward, eager, some_fused, rewind, not report.note)
             report.reference = "float64" if exact is not None else "the original"
             report.comparisons = _compare(fused, eager, exact, rtol)
             report.worst = _module_of(report.comparisons[0]) if report.comparisons else ""
@@ -196,12 +206,13 @@ def _reference(
     eager: Results,
     some_fused: Callable[..., Results],
     rewind: Callable[[], None],
+    input_gradients: bool,
 ) -> Results | None:
     """The original in float64, with the draws of the original; `None` where that is not to be had."""
     try:
         if not eager.drew:
             rewind()
-            exact = _in_double(model, inputs, kwinputs, backward)
+            exact = _in_double(model, inputs, kwinputs, backward, input_gradients)
             return None if exact.drew else exact
         if len({t.device for t in (*model.parameters(), *model.buffers())}) > 1:
             return None  # the backwards of several devices draw in no certain order
@@ -209,7 +220,7 @@ def _reference(
         again = some_fused(mode=recording)
         replaying = Replaying(recording)
         rewind()
-        exact = _in_double(model, inputs, kwinputs, backward, replaying)
+        exact = _in_double(model, inputs, kwinputs, backward, input_gradients, replaying)
         # an op that drew unseen, or a recorded run that was not the original's: no reference rather than a wrong one
         faithful = replaying.finished and not exact.drew and not _unsteady(again, eager, exact, None)[0]
         return exact if faithful else None
@@ -222,6 +233,7 @@ def _in_double(
     inputs: Sequence[Any],
     kwinputs: dict[str, Any],
     backward: bool,
+    input_gradients: bool,
     mode: AbstractContextManager[Any] | None = None,
 ) -> Results:
     def double(value: Any) -> Any:
@@ -234,7 +246,8 @@ def _in_double(
     with contextlib.ExitStack() as stack:
         for device in {p.device.type for p in model.parameters()} | {"cpu"}:
             stack.enter_context(torch.autocast(device, enabled=False))
-        return run(exact, *pytree.tree_map(double, (tuple(inputs), dict(kwinputs))), backward, mode)
+        given = pytree.tree_map(double, (tuple(inputs), dict(kwinputs)))
+        return run(exact, *given, backward, mode, input_gradients)
 
 
 def _compare(
@@ -386,7 +399,7 @@ def _culprit(
     rtol: float | None,
     shaken: Results | None = None,
 ) -> str:
-    """Halves the patched modules until one is left whose patching alone fails."""
+    """The module whose patching makes the difference, after those before it: found by halving."""
 
     def fails(some: list[nn.Module]) -> bool:
         try:
@@ -395,9 +408,10 @@ def _culprit(
             return True
         return not all(c.ok for c in _compare(got, eager, exact, rtol, shaken))
 
-    left = list(patched)
-    while len(left) > 1:
-        half = left[: len(left) // 2]
-        left = half if fails(half) else left[len(left) // 2 :]
-    name = next(n for n, m in model.named_modules() if m is left[0])
-    return name if fails(left) else ""
+    right, wrong = 0, len(patched)  # so many of them patched
+    if not fails(list(patched)):
+        return ""
+    while wrong - right > 1:
+        half = (right + wrong) // 2
+        right, wrong = (right, half) if fails(list(patched[:half])) else (half, wrong)
+    return next(n for n, m in model.named_modules() if m is patched[wrong - 1])

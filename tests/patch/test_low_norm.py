@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 import fusedlayers as fl
 from fusedlayers import functional as fused
 from fusedlayers.patch.rule import Rule, _rules, register_rule
+from fusedlayers.patch.rules import low_norm, rms_forms
 from fusedlayers.patch.uses import called_with
 
 from ..harness import assert_accurate, randn
@@ -467,6 +468,29 @@ def test_the_two_products_of_a_fused_gated_mlp_count_as_one():
     assert first_input(found) == [torch.float32], "two products again"
     child.up = Adapter(8, 8)
     assert "norm_for_product" not in rules(patched(original))
+
+
+# norms as transformers writes them
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "after an add"])
+@pytest.mark.parametrize("dtype", [torch.float32, LOW], ids=str)
+@pytest.mark.parametrize("form", rms_forms.FORMS, ids=lambda form: form.__name__)
+def test_every_written_form_is_written_low(form, dtype, residual):
+    """Forms that ask for a dtype of their own, too."""
+    layer = block(lambda self, x: x, eps=1e-5)
+    layer.weight = nn.Parameter(torch.randn(8, generator=torch.Generator().manual_seed(2)))
+    x, added = ROWS.to(dtype), ROWS.flip(0).to(dtype) if residual else None
+    want = form(layer, x, added, 1e-5)
+    with torch.autocast("cpu", dtype=LOW):
+        if residual:
+            got = low_norm.add_low_written_norm(form, "eps", layer, x, added, layer, None)
+            assert torch.equal(got[1], want[1])
+            got, want = got[0], want[0]
+        else:
+            got = low_norm.low_written_norm(form, "eps", layer, x, layer, None)
+    assert got.dtype == LOW
+    torch.testing.assert_close(got, want.to(LOW), atol=0, rtol=2**-7)
 
 
 # how far off

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import torch
 from torch import nn
 
 import fusedlayers as fl
@@ -77,6 +78,62 @@ def test_a_container_that_cannot_be_traced_says_why():
 
     report = fl.explain(Branches())
     assert [(r.name, r.reason) for r in report.skipped] == [("act", "forward branches on a value")]
+
+
+def test_what_is_fused_in_one_mode_alone_is_said():
+    class Checks(MLP):
+        def forward(self, x):
+            x = self.act(self.fc(x))
+            if self.training and not torch.isfinite(x).all():
+                x = x.clamp(-1, 1)
+            return x
+
+    report = fl.explain(fl.patch_model(Checks()))
+    assert [(r.status, r.rule, r.reason) for r in report.reduced] == [
+        ("reduced", "linear_act", "in evaluation only: forward branches on a value")
+    ]
+    assert not report.fused
+
+
+def test_a_form_of_call_beyond_those_that_are_traced():
+    class Forms(MLP):
+        def forward(self, x, a=False, b=False, c=False, d=False, e=False, f=False):
+            x = self.act(self.fc(x))
+            if not a:
+                return x
+            for asked in (b, c, d, e, f):
+                if asked:
+                    x = x + 1
+            return x
+
+    model = fl.patch_model(Forms(), on_fallback="ignore")
+    model(torch.randn(2, 8), True, True, True, True, True, True)
+    assert fl.explain(model).fallbacks == {"": {"forward has too many forms of call": 1}}
+
+
+def test_a_long_reason_ends_with_a_word():
+    class Raises(MLP):
+        def forward(self, x):
+            raise TypeError("this is not what anybody wants to hear of a forward, " * 4)
+
+    (said,) = {r.reason for r in fl.explain(Raises()).skipped}
+    assert said.endswith(" ...')") and "forward fails on symbolic values (TypeError: 'this is not" in said
+
+
+def test_a_norm_fused_by_itself_counts_where_a_larger_pattern_failed():
+    class Norms(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, a, b, c):
+            x = a + b
+            x += b
+            x += c
+            return self.norm(x)
+
+    report = fl.explain(fl.patch_model(nn.Sequential(Norms())))
+    assert [r.rule for r in report.fused] == ["lone_norm"] and report.counts.fused["norm"] == 1
 
 
 def test_what_was_left_out_when_patching_is_said_on_the_patched_model():

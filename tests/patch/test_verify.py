@@ -71,6 +71,50 @@ def test_wrong_and_whose_fault_it_is(op):
 
 
 @pytest.mark.usefixtures("_own_rules")
+def test_two_modules_that_fail_only_together():
+    """To blame is the one whose patching makes the difference."""
+    ran = []
+
+    def first(fc, activation, x):
+        ran.append(1)
+        return activation(fc(x))
+
+    def second(fc, activation, x):
+        return activation(fc(x)) + 0.1 * len(ran)
+
+    model = nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    fl.patch_model(model[1], rules=[wrong_rule(first)])
+    fl.patch_model(model[3], rules=[wrong_rule(second)])
+    fl.patch_model(model, rules=["linear_act"])
+
+    class Clears(nn.Module):
+        def forward(self, x):
+            ran.clear()
+            return x
+
+    report = fl.verify(nn.Sequential(Clears(), model), X)
+    assert not report and report.worst == "1.3", str(report)
+
+
+def test_a_model_that_refuses_inputs_that_require_a_gradient():
+    """As transformers' speech models, which make their input require one: compared with the caller's own."""
+
+    class Speech(nn.Sequential):
+        def forward(self, x):
+            x = x[:]
+            x.requires_grad = True
+            return super().forward(x)
+
+    model = fl.patch_model(Speech(MLP()))
+    model(X.clone()).sum().backward()
+    report = fl.verify(model, X)
+    assert report and "you can only change requires_grad flags of leaf variables" in report.note
+    assert {c.kind for c in report.comparisons} == {"output", "parameter gradient"}
+    assert f"note: {report.note}" in str(report) and not X.requires_grad
+    assert not fl.verify(model, X, backward=False).note
+
+
+@pytest.mark.usefixtures("_own_rules")
 def test_a_patched_model_that_raises():
     def raises(fc, activation, x):
         raise RuntimeError("boom")

@@ -104,8 +104,9 @@ def _writing(out_dtype: torch.dtype | None) -> Callable[..., Any]:
     return rms_norm if out_dtype is None else functools.partial(_rms_norm_in, out_dtype)
 
 
-def _rms_norm_in(out_dtype: torch.dtype, *args: Any, **settings: Any) -> Any:
-    return rms_norm(*args, **{**settings, "out_dtype": out_dtype})
+def _rms_norm_in(low: torch.dtype, /, *args: Any, **settings: Any) -> Any:
+    """`rms_norm` written in `low`, whatever dtype its form asks for."""
+    return rms_norm(*args, **{**settings, "out_dtype": low})
 
 
 def _readers(m: Match) -> Readers:
