@@ -158,5 +158,5 @@ def _drop_leaf_doubles(made: PatchReport, called: Sequence[Record]) -> None:
     fused = {r.modules[0] for r in made.fused}
     doubled = [r for r in called if r.modules[0] in fused and len(r.modules) == 1]
     made.skipped = [r for r in made.skipped if r not in doubled or r.rule]  # what a larger rule has to say stays
-    for r in doubled:
-        made.counts.fused[r.kind] += 1
+    for kind in {r.modules[0]: r.kind for r in doubled}.values():  # once, whatever several forms of call say of it
+        made.counts.fused[kind] += 1

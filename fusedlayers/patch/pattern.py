@@ -121,7 +121,8 @@ class _Leaf(Pattern):
             return
         cls = original_class(module)
         if not any(exactly(cls, t) for t in self.types):
-            wanted = " or ".join(t.rpartition(".")[2] if isinstance(t, str) else t.__name__ for t in self.types)
+            names = (t.rpartition(".")[2] if isinstance(t, str) else t.__name__ for t in self.types)
+            wanted = " or ".join(dict.fromkeys(names))
             found = found.problem(f"{node.target} is a {cls.__module__}.{cls.__qualname__}, not exactly a {wanted}")
         found = replace(found, children=(*found.children, found.get(self.name))).take(self.name, node)
         yield from self._follow(node.args, found.problem(member_problem(module, node.target)))

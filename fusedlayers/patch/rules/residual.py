@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from ... import functional as fused
 from .. import effects
 from ..codegen import Child
+from ..layout import comes_first, lying_as
 from ..pattern import Pattern, add, dropout, either, leaf, maybe, mul, parameter, through, value
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
 
@@ -22,8 +23,12 @@ def scale_residual(
     drop: nn.Module | float | None,
     path: nn.Module | None,
     gamma: str = "",
+    branch_first: bool = False,
 ) -> Tensor:
-    """`residual + path(drop(scale * x))` with each module's settings as they are on this call."""
+    """`residual + path(drop(scale * x))` with each module's settings as they are on this call.
+
+    `branch_first`: it was written with the residual on the right.
+    """
     if isinstance(scale, nn.Module):
         scale = getattr(scale, gamma)
     p, q = rate(drop), 0.0
@@ -32,8 +37,12 @@ def scale_residual(
     if not (isinstance(x, Tensor) and isinstance(residual, Tensor) and x.is_floating_point()):
         return residual + scale * x  # arithmetic on sizes and positions
     if isinstance(scale, Tensor) and not p and not q:
-        return _multiply_add(scale, x, residual)
-    return fused.scale_residual(x, residual, scale, dropout_p=p, drop_path_p=q, training=True)
+        found = _multiply_add(scale, x, residual)
+    else:
+        found = fused.scale_residual(x, residual, scale, dropout_p=p, drop_path_p=q, training=True)
+    if not branch_first:
+        return lying_as(found, residual)
+    return lying_as(found, scale if isinstance(scale, Tensor) and scale.shape == x.shape else x)
 
 
 def rate(drop: nn.Module | float | None) -> float:
@@ -97,4 +106,5 @@ class ScaleResidual(Rule):
         if isinstance(scale, Child):
             kind = type(scale.module)
             gamma = LAYER_SCALES[f"{kind.__module__}.{kind.__qualname__}"]
-        return m.call(scale_residual, m.x, m.residual, scale, m.drop, m.path, gamma)
+        branch_first = not comes_first(m, "sum", m.residual)
+        return m.call(scale_residual, m.x, m.residual, scale, m.drop, m.path, gamma, branch_first)

@@ -1,0 +1,90 @@
+"""Results lie in memory as eager's do, whichever operand a forward writes first."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import fusedlayers as fl
+
+from .models import twin
+
+NCHW, NHWC = torch.contiguous_format, torch.channels_last
+
+
+def block(forward):
+    """Of an input `x` and a branch `y`, each of a layout of its own."""
+    module = type("Block", (nn.Module,), {"forward": forward})()
+    module.bn, module.act, module.drop = nn.BatchNorm2d(4), nn.SiLU(), nn.Dropout(0.5)
+    module.gamma = nn.Parameter(torch.randn(4, 1, 1, generator=torch.Generator().manual_seed(0)))
+    module.norm = nn.LayerNorm(3)
+    return module
+
+
+FORWARDS = {
+    "x + bn": lambda self, x, y: x + self.bn(y),
+    "bn + x": lambda self, x, y: self.bn(y) + x,
+    "act(x + bn)": lambda self, x, y: self.act(x + self.bn(y)),
+    "act(bn + x)": lambda self, x, y: self.act(self.bn(y) + x),
+    "act(x + y)": lambda self, x, y: self.act(x + y),
+    "x * act": lambda self, x, y: x * self.act(y),
+    "act * x": lambda self, x, y: self.act(y) * x,
+    "x + gamma * y": lambda self, x, y: x + self.gamma * y,
+    "gamma * y + x": lambda self, x, y: self.gamma * y + x,
+    "y * gamma + x": lambda self, x, y: y * self.gamma + x,
+    "act(gamma * y + x)": lambda self, x, y: self.act(self.gamma * y + x),
+    "x * y + x": lambda self, x, y: x * y + x,
+    "x + y * x": lambda self, x, y: x + y * x,
+    "x + drop": lambda self, x, y: x + self.drop(y),
+    "drop + x": lambda self, x, y: self.drop(y) + x,
+    "drop.add(x)": lambda self, x, y: self.drop(y).add(x),
+    "torch.add(drop, x)": lambda self, x, y: torch.add(self.drop(y), x),
+    "norm(drop + x) and the sum": lambda self, x, y: (lambda s: self.norm(s) + s)(self.drop(y) + x),
+    "norm(x + drop) and the sum": lambda self, x, y: (lambda s: self.norm(s) + s)(x + self.drop(y)),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_of_operands_that_lie_in_different_orders(name, training):
+    original = block(FORWARDS[name]).double().train(training)
+    patched = fl.patch_model(twin(original), on_fallback="raise").train(training)
+    assert fl.explain(patched).fused
+    for formats in itertools.product([NCHW, NHWC], repeat=2):
+        x, y = (torch.randn(2, 4, 5, 3, generator=torch.Generator().manual_seed(i)).double() for i in range(2))
+        found = []
+        for model in (patched, original):
+            given = [t.clone(memory_format=f).requires_grad_() for t, f in zip((x, y), formats, strict=True)]
+            torch.manual_seed(0)
+            out = model(*given)
+            again = torch.nn.functional.dropout(out, 0.5)  # draws in the order of memory
+            found.append([out, again, *torch.autograd.grad(again.square().sum(), given)])
+        assert found[0][0].stride() == found[1][0].stride(), formats
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_blocks_that_come_out_the_same_share_their_class():
+    one = block(FORWARDS["x + bn"])
+    first, second = fl.patch_model(nn.ModuleList([one, twin(one)]))
+    assert type(first) is type(second) is not type(one.bn)
+
+
+def test_what_several_forms_of_call_say_of_one_norm_counts_once():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.classifier = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Hardswish(), nn.Linear(4, 4))
+
+        def forward(self, x, pre_logits: bool = False):
+            if pre_logits:
+                x = self.classifier[0](x)
+                x = self.classifier[1](x)
+                return self.classifier[2](x)
+            return self.classifier(x)
+
+    counts = fl.explain(fl.patch_model(Head())).counts
+    assert counts.fused["norm"] <= counts.total["norm"] == 1
