@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from fusedlayers.bench import cli, first_step, lengths, main, models, ops, peers
 from fusedlayers.bench.layers import cases as layer_cases
 from fusedlayers.bench.timing import QUICK, Budget, compare, kept_for_backward, spread
 from fusedlayers.functional import affine_act
+from fusedlayers.kernels import ahead
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmarks take their real sizes")
 
@@ -178,6 +180,15 @@ def test_a_contender_that_fails_does_not_stop_the_others():
     found = compare({"bad": fails, "good": lambda i: torch.ones(3).sum()}, effort=QUICK, device="cpu")
     assert found["bad"].notes == ["ValueError: no"] and found["bad"].wall_ms is None
     assert found["good"].wall_ms.samples == QUICK.rounds
+
+
+def test_what_is_timed_waits_for_builds_under_way(monkeypatch):
+    waited = []
+    monkeypatch.setattr(ahead, "settle", lambda: waited.append(1))
+    compare({"one": lambda i: None}, effort=QUICK, device="cpu")
+    assert waited == [1]
+    importlib.import_module("fusedlayers.patch.tune")._times([lambda n: None, lambda n: None])
+    assert waited == [1, 1, 1]
 
 
 def test_notes_beside_the_models():

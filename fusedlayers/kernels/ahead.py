@@ -34,7 +34,7 @@ def _pool() -> ThreadPoolExecutor:
 def build(launch: Launch, dtypes: tuple[torch.dtype | None, ...], numbers: tuple[Any, ...], device: int) -> None:
     """Begins to build the kernel of `launch` for pointers of these dtypes (`None`: absent), unless that has begun."""
     key = _kernel(launch, dtypes, device)
-    with _lock, contextlib.suppress(RuntimeError):  # there may be no thread to have, not when Python ends
+    with _lock, contextlib.suppress(RuntimeError):  # no thread to be had, as when Python ends
         if key not in _building:
             _building[key] = _pool().submit(_work, launch, dtypes, numbers, device)
 

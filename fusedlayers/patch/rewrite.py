@@ -106,7 +106,12 @@ def _rewrite(
             counts = work.counts
     kept = _settle(found)
     if alone := _one_mode(all_traced):
-        kept = [f if f.status == "skipped" else replace(f, status="reduced", reason=alone) for f in kept]
+        kept = [
+            f
+            if f.status == "skipped"
+            else replace(f, status="reduced", reason="; ".join(filter(None, (alone, f.reason))))
+            for f in kept
+        ]
     if counts is None:
         left = left_alone(module, variants[0].refused or "forward cannot be traced")
         kept, counts = [*kept, *left.found], left.counts

@@ -95,6 +95,16 @@ def test_what_is_fused_in_one_mode_alone_is_said():
     assert not report.fused
 
 
+def test_the_names_of_what_a_rule_wants_are_said_once():
+    class Own(nn.LayerNorm):
+        pass
+
+    report = fl.explain(nn.Sequential(Own(8), nn.Linear(8, 8)))
+    (said,) = {r.reason for r in report.skipped if "not exactly a" in r.reason}
+    wanted = said.rpartition("not exactly a ")[2].split(" or ")
+    assert len(wanted) == len(set(wanted)) and "LayerNorm" in wanted
+
+
 def test_a_form_of_call_beyond_those_that_are_traced():
     class Forms(MLP):
         def forward(self, x, a=False, b=False, c=False, d=False, e=False, f=False):
