@@ -82,7 +82,13 @@ def memory_order(shape: Shape, stride: Shape) -> Shape:
     real = [d for d in range(len(shape)) if shape[d] != 1]
     if any(stride[d] == 0 for d in real):  # repeats itself: no order of its own
         return tuple(range(len(shape)))
-    by_stride = iter(sorted(real, key=lambda d: (-stride[d], d)))
+    placed: list[int] = []
+    for d in real:  # not `sorted`, whose keys a compiler wants constant
+        at = len(placed)
+        while at and stride[placed[at - 1]] < stride[d]:
+            at -= 1
+        placed.insert(at, d)
+    by_stride = iter(placed)
     return tuple(next(by_stride) if shape[d] != 1 else d for d in range(len(shape)))
 
 

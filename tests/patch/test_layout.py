@@ -67,6 +67,28 @@ def test_of_operands_that_lie_in_different_orders(name, training):
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("name", ["act(x + bn)", "x * act", "x + bn", "gamma * y + x"])
+def test_compiled_with_sizes_that_change(name):
+    torch.compiler.reset()
+    original = block(FORWARDS[name]).eval()
+    patched = fl.patch_model(twin(original), on_fallback="raise").eval()
+    compiled = torch.compile(patched, fullgraph=True, backend="eager", dynamic=True)
+    for batch in (2, 6):
+        x, y = torch.randn(batch, 4, 5, 3), torch.randn(batch, 4, 5, 3).contiguous(memory_format=NHWC)
+        got, want = compiled(x, y), original(x, y)
+        torch.testing.assert_close(got, want)
+        assert got.stride() == want.stride()
+
+
+def test_exported_with_a_batch_that_changes():
+    patched = fl.patch_model(block(FORWARDS["gamma * y + x"]), on_fallback="raise").eval()
+    given = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 5, 3)
+    sizes = ({0: torch.export.Dim("batch"), 2: torch.export.Dim("height")},) * 2
+    exported = torch.export.export(patched, given, dynamic_shapes=sizes).module()
+    x, y = torch.randn(7, 4, 6, 3), torch.randn(7, 4, 6, 3)
+    torch.testing.assert_close(exported(x, y), patched(x, y))
+
+
 def test_blocks_that_come_out_the_same_share_their_class():
     one = block(FORWARDS["x + bn"])
     first, second = fl.patch_model(nn.ModuleList([one, twin(one)]))

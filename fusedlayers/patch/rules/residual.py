@@ -42,7 +42,9 @@ def scale_residual(
         found = fused.scale_residual(x, residual, scale, dropout_p=p, drop_path_p=q, training=True)
     if not branch_first:
         return lying_as(found, residual)
-    return lying_as(found, scale if isinstance(scale, Tensor) and scale.shape == x.shape else x)
+    # dims first: sizes of other dims are not to be compared where a compiler would have to guard them
+    as_large = isinstance(scale, Tensor) and scale.dim() == x.dim() and scale.shape == x.shape
+    return lying_as(found, scale if as_large else x)
 
 
 def rate(drop: nn.Module | float | None) -> float:
