@@ -223,6 +223,12 @@ def candidates(cols: int, direction: str) -> list[_row_norm.Tile]:
     return tiles
 
 
+def usual_tile(cols: int, direction: str, residual: bool) -> _row_norm.Tile:
+    if direction == "forward":
+        return _row_norm.forward_tile(cols, 4, residual)
+    return _row_norm.backward_tile(cols, 4, 2, _row_norm._shared_memory(torch.device("cuda")))
+
+
 def sweep(args: argparse.Namespace) -> dict[str, Any]:
     direction, speed, found = args.sweep, copy_speed(), []
     print(f"copy {speed / 1e12:.2f} TB/s")
@@ -231,8 +237,9 @@ def sweep(args: argparse.Namespace) -> dict[str, Any]:
             case = Case(norm, args.rows, cols, args.residual)
             default = getattr(_row_norm, f"{direction}_tile")
             graphs = {}
-            for tile in dict.fromkeys([default(cols, 4), *candidates(cols, direction)]):
-                setattr(_row_norm, f"{direction}_tile", lambda N, size, tile=tile: tile)
+            usual = usual_tile(cols, direction, args.residual)
+            for tile in dict.fromkeys([usual, *candidates(cols, direction)]):
+                setattr(_row_norm, f"{direction}_tile", lambda *_, tile=tile: tile)
                 _row_norm._cached_call.cache_clear()
                 try:
                     graphs[tile] = capture(case, case.fused, direction)
@@ -244,7 +251,7 @@ def sweep(args: argparse.Namespace) -> dict[str, Any]:
             print(f"{case.name} {direction}")
             for tile in sorted(times, key=times.__getitem__)[: args.best]:
                 share = case.bytes[direction] / (times[tile] / 1e6) / speed
-                print(f"  {times[tile]:7.1f} us {share:4.0%} {tile}{' (default)' if tile == default(cols, 4) else ''}")
+                print(f"  {times[tile]:7.1f} us {share:4.0%} {tile}{' (default)' if tile == usual else ''}")
             found.append({"case": case.name, "us": {str(tile): us for tile, us in times.items()}})
             del case, graphs
             clear()

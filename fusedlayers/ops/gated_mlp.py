@@ -170,7 +170,8 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x_dtype, gate_dtype, up_dtype, down_dtype, *bias_dtypes = plan.dtypes
     g = _gemm.factor(g)
     dh = torch.mm(g, w_down)
-    dgate, dup, both, sums, h = _gate_pass(plan, dh, plan.split(kept_gate, kept_up), needs)
+    joined = _joins(plan, ctx.strides, needs, dh)
+    dgate, dup, both, sums, h = _gate_pass(plan, dh, plan.split(kept_gate, kept_up), needs, joined)
     dw_down = _gemm.weight_grad(g, h, ctx.strides[2], down_dtype) if need_down else None
     del h, dh
     db_down = _gemm.bias_grad(g, bias_dtypes[2]) if need_b_down else None
@@ -187,8 +188,12 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         if need_x:
             dx = torch.mm(dgate, w_gate)
             dx = torch.addmm(dx, dup, w_up, out=dx).to(x_dtype)
-        dw_gate = _gemm.weight_grad(dgate, x, ctx.strides[0], gate_dtype) if need_gate else None
-        dw_up = _gemm.weight_grad(dup, x, ctx.strides[1], up_dtype) if need_up else None
+        if both is not None:
+            dw = _gemm.weight_grad(both, x, None, gate_dtype)
+            dw_gate, dw_up = dw.narrow(0, 0, plan.H), dw.narrow(0, plan.H, plan.H)
+        else:
+            dw_gate = _gemm.weight_grad(dgate, x, ctx.strides[0], gate_dtype) if need_gate else None
+            dw_up = _gemm.weight_grad(dup, x, ctx.strides[1], up_dtype) if need_up else None
         if sums is not None:
             db_gate, db_up = (
                 g.new_empty(plan.H, dtype=dtype) if need else None
@@ -199,21 +204,34 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dw_gate, dw_up, dw_down, db_gate, db_up, db_down, None, None
 
 
+def _joins(plan: Plan, strides: Sequence[tuple[int, int] | None], needs: tuple[bool, ...], dh: Tensor) -> bool:
+    """Whether the gradients of two projections lie side by side, for one product to give both weights'.
+
+    One product of twice the rows fills the last wave of blocks better than two do: 5% less time for 2 x 11008 rows.
+    h then takes the place of dh, where a thread writes what it alone has read: all rows are of one alignment.
+    """
+    K = plan.x_shape[-1]
+    same = plan.dtypes[1] == plan.dtypes[2] and strides[0] == strides[1] == (K, 1)
+    return not plan.chunked and same and needs[1] and needs[2] and plan.H % 16 == 0 and _gemm.may_overwrite(dh)
+
+
 def _gate_pass(
-    plan: Plan, dh: Tensor, kept: tuple[Tensor, Tensor], needs: tuple[bool, ...]
+    plan: Plan, dh: Tensor, kept: tuple[Tensor, Tensor], needs: tuple[bool, ...], joined: bool
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """`(dgate, dup, both in one tensor, partial sums, h)` in one pass over dh, gate and up; `None` where not needed."""
     need_x, need_gate, need_up, need_down, need_b_gate, need_b_up = needs[:6]
     gate, up = kept
     dgate = dup = both = sums = None
-    if plan.chunked:
+    if plan.chunked or joined:
         both = torch.empty((plan.M, 2 * plan.H), dtype=plan.dtype, device=dh.device)
-        dgate, dup = gated_act.halves(both, -1, plan.gate_first)
+        dgate, dup = gated_act.halves(both, -1, plan.gate_first or joined)
     else:
         if need_x or need_gate or need_b_gate:  # dh is nobody else's, so dgate may take its place
             dgate = dh if _gemm.may_overwrite(dh) else torch.empty_like(dh)
         dup = torch.empty_like(dh) if need_x or need_up or need_b_up else None
-    h = torch.empty_like(dh) if need_down else None
+    h = None
+    if need_down:
+        h = dh if joined else torch.empty_like(dh)
     tensors = (dh, gate, up, dgate, dup, h)
     dtypes = tuple(None if t is None else t.dtype for t in tensors)
     strides = (gate.stride(0), up.stride(0), *(plan.H if t is None else t.stride(0) for t in (dgate, dup)))

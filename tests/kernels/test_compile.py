@@ -119,7 +119,7 @@ def row_norm() -> Iterator[Entry]:
             data, bias = f"*{kind}", f"*{kind}" if center else None
             sizes = ("i32",) * 2
             common = {"CT": tl.float32, "OFFSET": 0.0, "CENTER": center, "HAS_W": True, "V": 16}
-            tile = _row_norm.forward_tile(N, 4)
+            tile = _row_norm.forward_tile(N, 4, False)
             constants = {
                 **common, "XT": tl.bfloat16 if kind == "bf16" else tl.float32, "EPS": 1e-5, "CAST": not center,
                 "HAS_RES": True, "HAS_B": center, "WRITE_STATS": True, "BR": tile.rows, "BN": tile.cols,

@@ -205,6 +205,34 @@ def test_mlp_every_requires_grad(needs, chunked, device):
     compare_sums(lambda *t: gated_mlp(*t), eager_mlp("silu"), inputs)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("needs", [(1,) * 7, (0, 1, 1, 1, 0, 1, 0), (1, 1, 1, 0, 1, 0, 1), (1, 1, 0, 1, 1, 1, 1)])
+def test_mlp_one_product_for_both_weights(needs, autocast, device):
+    """Sizes from which on the gradients of gate and up lie side by side."""
+    inputs = operands((65,), 5, 80, 7, device=device, needs=needs)
+    pair = gated_mlp, eager_mlp("silu")
+    compare_sums(
+        *(under_autocast(fn, device) for fn in pair) if autocast else pair, inputs,
+        computed=torch.bfloat16 if autocast else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_mlp_weight_gradients_are_tensors_of_their_own(dtype, device):
+    inputs = operands((2, 65), 8, 32, 7, dtype, device)
+    compare_sums(lambda *t: gated_mlp(*t, gate_first=False), eager_mlp("silu", False), inputs)
+    for fn in (gated_mlp, eager_mlp("silu")):
+        fn(*inputs).sum().backward()
+        gate, up = inputs[1].grad, inputs[2].grad
+        kept = up.clone()
+        assert gate.stride() == inputs[1].stride() and up.stride() == inputs[2].stride()
+        gate.zero_()
+        torch._foreach_add_([gate], 1.0)
+        assert torch.equal(up, kept)
+        for t in inputs:
+            t.grad = None
+
+
 def test_mlp_without_biases(device):
     inputs = operands((9,), 5, 6, 7, device=device)[:4]
     compare_sums(lambda *t: gated_mlp(*t, activation="relu"), eager_mlp("relu"), inputs)
