@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Graph, Node, Proxy
-from torch.fx.proxy import TraceError, TracerBase
+from torch.fx.proxy import Attribute, TraceError, TracerBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import shadow
@@ -91,6 +91,8 @@ def _unpacked(code: types.CodeType, at: int) -> int | None:
 class Value(Proxy):
     """fx's proxy, except that in-place operators stay in place."""
 
+    _slots = ("tracer", "node")
+
     def _inplace(self, operator_name: str, other: Any) -> Any:
         return self.tracer.create_proxy("call_function", getattr(operator, operator_name), (self, other), {})
 
@@ -99,11 +101,14 @@ class Value(Proxy):
         count = _unpacked(frame.f_code, frame.f_lasti)
         return self.tracer.iter(self) if count is None else (self[i] for i in range(count))
 
+    def __getattr__(self, name: str) -> _Attribute:
+        return _Attribute(self, name)
+
     def __setitem__(self, key: Any, value: Any) -> None:
         raise Untraceable("forward assigns into a tensor")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("tracer", "node"):
+        if name not in self._slots:
             raise Untraceable(f"forward sets .{name} of a value")
         super().__setattr__(name, value)
 
@@ -116,6 +121,12 @@ class Value(Proxy):
 
 for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"):
     setattr(Value, f"__{_name}__", lambda self, other, _name=_name: self._inplace(_name, other))
+
+
+class _Attribute(Value, Attribute):
+    """An attribute of a value, in the graph only if it is not just called."""
+
+    _slots = ("root", "attr", "tracer", "_node")
 
 
 class _NoRealTensors(TorchDispatchMode):
@@ -467,12 +478,12 @@ def _trace(
         with _NoRealTensors(), tracer.watch:
             result = local(root, *args, **kwargs)
         tracer.create_node("output", "output", (tracer.create_arg(result),), {})
-        outside.check()
         if (name := shadow.written(root, module)) is not None:
             raise Untraceable(f"forward sets self.{name}")
         for where, given, value in tracer.lent:
             if written(given, value):
                 raise Untraceable(f"forward writes into {where}")
+        outside.check()
     except _Undecided:
         raise
     except (Untraceable, TraceError) as reason:

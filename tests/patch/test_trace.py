@@ -483,3 +483,26 @@ def test_a_setting_below_makes_another_module(note, good):
     odd = Asks(nn.ModuleList([nn.Dropout(0.5)]), note)
     found = fl.explain(nn.ModuleList([odd, Asks(nn.ModuleList([good]), note)]))
     assert [r.name for r in found.fused] == ["1.fc"], found
+
+
+def test_an_attribute_changed_in_place_stays_so():
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.act = nn.Linear(3, 3), nn.ReLU()
+
+        def forward(self, x):
+            rows, columns = x.shape
+            turned = x.T
+            turned += columns
+            return self.act(self.fc(x)).view(rows, -1)
+
+    torch.manual_seed(0)
+    model, x = Turned(), torch.randn(2, 3)
+    xs = x.clone(), x.clone()
+    want = model(xs[0])
+    got = fl.patch_model(model, on_fallback="raise")(xs[1])
+    assert len(fl.explain(model).fused) == 1
+    assert torch.equal(got, want)
+    assert torch.equal(xs[0], xs[1])
+    assert not torch.equal(xs[1], x)
