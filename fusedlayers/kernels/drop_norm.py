@@ -46,13 +46,13 @@ def backward(
     seed_low, seed_high, offset_low, offset_high, M, n_v, g_v, gsum_v, s_v, threshold, threads, keep_scale,
     CT: tl.constexpr, OFFSET: tl.constexpr, CENTER: tl.constexpr, HAS_GSUM: tl.constexpr, HAS_W: tl.constexpr,
     NEED_DX: tl.constexpr, NEED_DRES: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
-    RNG_PTR: tl.constexpr, DROP: tl.constexpr, VEC: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr,
+    NEED_SHIFT: tl.constexpr, RNG_PTR: tl.constexpr, DROP: tl.constexpr, VEC: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr,
     V: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, AR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Any number K of blocks, BN >= N: block k takes tiles k, k + K, ... of BR rows.
 
     Reads M*N of g and s (and g_sum), writes M*N of dx and of dres, which are two tensors here. `partial_ptr` (2, K, N)
-    as in `norm.backward`.
+    as in `norm.backward`; with NEED_SHIFT (3, K, N): then the sums of dx.
     """
     N = n_v * V
     pid = tl.program_id(0)
@@ -67,6 +67,7 @@ def backward(
         k0, k1, calls = state(seed_ptr, offset_ptr, seed_low, seed_high, offset_low, offset_high, RNG_PTR)
     sum_w = tl.zeros((AR, BN), dtype=CT)
     sum_b = tl.zeros((AR, BN), dtype=CT)
+    sum_x = tl.zeros((AR, BN), dtype=CT)
     for tile in tl.range(pid, tl.cdiv(M, BR), blocks, num_stages=STAGES):
         rows = tile * BR + tl.arange(0, BR).to(tl.int64)
         in_rows = rows < M
@@ -86,8 +87,13 @@ def backward(
                 keep = keep_tile(rows, N, 0, k0, k1, calls, threshold, threads, DROP, VEC, GROUPED, WIDE, BN)
                 dx = ds * tl.where(keep, keep_scale, 0.0).to(CT)
                 tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+                if NEED_SHIFT:  # in rows past the edge rstd is 0, and so is dx
+                    sum_x += folded(dx, AR, BR)
         if NEED_DW:
             sum_w += folded(g * xhat, AR, BR)
         if NEED_DB:
             sum_b += folded(g, AR, BR)
     store_sums(partial_ptr, sum_w, sum_b, N, NEED_DW, NEED_DB, BN)
+    if NEED_SHIFT:
+        third = partial_ptr + 2 * tl.cast(blocks, tl.int64) * N
+        store_sums(third, sum_x, sum_x, N, True, False, BN)

@@ -38,6 +38,17 @@ def product(a, b):
     return tl.fma(a, b, tl.zeros_like(a))
 
 
+@triton.jit
+def _summed(base, n, K, N, BK: tl.constexpr, BN: tl.constexpr):
+    """The sums over K of columns `n` of `base` (K, N)."""
+    total = tl.zeros((BK, BN), dtype=base.dtype.element_ty)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        mask = (k < K)[:, None] & (n < N)[None, :]
+        total += tl.load(base + k.to(tl.int64)[:, None] * N + n[None, :], mask=mask, other=0.0)
+    return tl.sum(total, axis=0)
+
+
 @triton.jit(do_not_specialize_on_alignment=["K"])
 def sum_partials(partial_ptr, first_ptr, second_ptr, K, N, FROM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
     """`partial_ptr` (2, K, N) -> `first_ptr` (N,), `second_ptr` (N,), each in its own dtype, from output `FROM` on.
@@ -46,19 +57,29 @@ def sum_partials(partial_ptr, first_ptr, second_ptr, K, N, FROM: tl.constexpr, B
     """
     which = tl.program_id(1) + FROM
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    in_n = n < N
-    base = partial_ptr + which.to(tl.int64) * K * N
-    total = tl.zeros((BK, BN), dtype=partial_ptr.dtype.element_ty)
-    for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
-        total += tl.load(
-            base + k.to(tl.int64)[:, None] * N + n[None, :], mask=(k < K)[:, None] & in_n[None, :], other=0.0
-        )
-    result = tl.sum(total, axis=0)
+    result = _summed(partial_ptr + which.to(tl.int64) * K * N, n, K, N, BK, BN)
     if first_ptr is not None and which == 0:
-        tl.store(first_ptr + n, result.to(first_ptr.dtype.element_ty), mask=in_n)
+        tl.store(first_ptr + n, result.to(first_ptr.dtype.element_ty), mask=n < N)
     if second_ptr is not None and which == 1:
-        tl.store(second_ptr + n, result.to(second_ptr.dtype.element_ty), mask=in_n)
+        tl.store(second_ptr + n, result.to(second_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit(do_not_specialize_on_alignment=["K"])
+def sum_three(
+    partial_ptr, first_ptr, second_ptr, third_ptr, K, N, FROM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr
+):
+    """`sum_partials` of `partial_ptr` (3, K, N), the third output always there."""
+    which = tl.program_id(1) + FROM
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    if second_ptr is None:  # between two outputs that are there: nothing was written for it
+        n = tl.where(which == 1, N, n)
+    result = _summed(partial_ptr + which.to(tl.int64) * K * N, n, K, N, BK, BN)
+    if first_ptr is not None and which == 0:
+        tl.store(first_ptr + n, result.to(first_ptr.dtype.element_ty), mask=n < N)
+    if second_ptr is not None and which == 1:
+        tl.store(second_ptr + n, result.to(second_ptr.dtype.element_ty), mask=n < N)
+    if which == 2:
+        tl.store(third_ptr + n, result.to(third_ptr.dtype.element_ty), mask=n < N)
 
 
 def finish(partial: Tensor, first: Tensor | None, second: Tensor | None) -> None:
@@ -69,9 +90,14 @@ def finish(partial: Tensor, first: Tensor | None, second: Tensor | None) -> None
 
 
 @functools.lru_cache(maxsize=4096)
-def finisher(K: int, N: int, partial: torch.dtype, first: torch.dtype | None, second: torch.dtype | None) -> Launch:
-    """The launch of `finish`, its pointers the same, for ops that keep it."""
+def finisher(
+    K: int, N: int, partial: torch.dtype, first: torch.dtype | None, second: torch.dtype | None,
+    third: torch.dtype | None = None,
+) -> Launch:  # fmt: skip
+    """The launch of `finish`, its pointers the same, for ops that keep it; with a third output, of three partial sums."""
     bn = min(next_power_of_2(N), 32)  # 128 bytes; few columns a block, or too few blocks share the work
     bk = 4096 // bn  # whatever K is, which goes with the batch: another length of a sequence is no other kernel
-    grid = (cdiv(N, bn), (first is not None) + (second is not None))
-    return Launch(sum_partials, grid, (K, N, int(first is None), bk, bn))
+    begin = next(i for i, output in enumerate((first, second, third)) if output is not None)
+    end = 3 if third is not None else 2 if second is not None else 1
+    kernel = sum_partials if third is None else sum_three
+    return Launch(kernel, (cdiv(N, bn), end - begin), (K, N, begin, bk, bn))

@@ -25,36 +25,61 @@ from .scale_residual import scale_residual
 
 
 def drop_norm(
-    norm: Norm, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, p: float, training: bool
-) -> tuple[Tensor, Tensor]:
+    norm: Norm, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, p: float, training: bool,
+    shift: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The norm of `F.dropout(x, p, training) + residual`, and that sum.
+
+    `shift` (N,) is what was added to x (*, N) out of autograd's sight, the bias of the product that made x: it gets its
+    gradient here, the sums over that of x, which the kernel has at hand. For calls that nothing traces or transforms.
 
     Raises:
         ValueError: `p` is no probability; as `F.dropout` says it, also in evaluation.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if shift is not None and not (shift.requires_grad and x.requires_grad and norm.shape == shift.shape):
+        x, shift = _Shifted.apply(x, shift), None
     if not training or p == 0.0:
-        return row_norm(norm, x, residual, weight, bias)
+        return row_norm(norm, _shifted(x, shift), residual, weight, bias)
     if not _route.is_compiling():
         tensors, op = (x, residual, weight, bias), f"dropout_{norm.op}"
         plan = functools.partial(_prepare, norm, x, residual, weight, bias, p)
         route, call = _route.pick(op, tensors, plan=plan, auto=functools.partial(_worth, tensors), draws=True)
         if route == "apart" or (route == "triton" and (call is _APART or hooked(weight, bias))):
-            s = scale_residual(x, residual, None, p, 0.0, True)
+            s = scale_residual(_shifted(x, shift), residual, None, p, 0.0, True)
             return row_norm(norm, s, None, weight, bias), s
         if route == "triton":
             rng = _dropout.draw(call.drop, x.device)
             before = _dropout.mark(x.device, rng)
             try:
                 if needs_grad(*tensors):
-                    return _apply(x, residual, weight, bias, rng, call)
+                    return _apply(x, residual, weight, bias, shift, rng, call)
                 return call.forward(x, residual, weight, bias, False, rng)[:2]
             except KernelError as error:
                 _dropout.rewind(x.device, before)
                 _route.failed(op, error)
-    s = F.dropout(x, p, True) + residual
+    s = F.dropout(_shifted(x, shift), p, True) + residual
     return norm.reference(s, weight, bias), s
+
+
+def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:
+    return x if shift is None else _Shifted.apply(x, shift)
+
+
+class _Shifted(torch.autograd.Function):
+    """x as it is, and to autograd the sum of what it was before and of `shift` (N,)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shift: Tensor) -> Tensor:
+        ctx.dtypes = x.dtype, shift.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        need_x, need_shift = ctx.needs_input_grad
+        shift = g.flatten(0, -2).sum(0) if need_shift and g.dim() > 1 else g
+        return g if need_x else None, shift.to(ctx.dtypes[1]) if need_shift else None
 
 
 def _worth(tensors: tuple[Tensor | None, ...], call: _Call) -> str:
@@ -67,13 +92,15 @@ class _DropNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, rng: Rng, call: _Call
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, shift: Tensor | None,
+        rng: Rng, call: _Call,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         y, s, stats = call.forward(x, residual, weight, bias, True, rng)
         in_memory = _dropout.pointers(rng)
         ctx.save_for_backward(s, weight, bias, stats, *in_memory)
         ctx.call, ctx.rng = call, rng if in_memory[0] is None else None
+        ctx.shift = shift.dtype if ctx.needs_input_grad[4] else None
         if not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(s)
         return y, s
@@ -84,8 +111,8 @@ class _DropNorm(torch.autograd.Function):
         rng, needs = ctx.rng if in_memory[0] is None else tuple(in_memory), ctx.needs_input_grad[:4]
         # a kernel that fails here raises: the mask exists only as its seed
         if g is None or torch.is_grad_enabled():
-            return *ctx.call.composite(s, weight, bias, needs, g, g_sum, rng), None, None
-        return *ctx.call.backward(s, weight, bias, stats, needs, g, g_sum, rng), None, None
+            return *ctx.call.composite(s, weight, bias, needs, g, g_sum, rng, ctx.shift), None, None
+        return *ctx.call.backward(s, weight, bias, stats, needs, g, g_sum, rng, ctx.shift), None, None
 
 
 _apply = direct(_DropNorm)
@@ -136,26 +163,29 @@ class _Call(_row_norm._Call):
 
     def backward(
         self, s: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, needs: tuple[bool, ...],
-        g: Tensor, g_sum: Tensor | None, rng: Rng,
+        g: Tensor, g_sum: Tensor | None, rng: Rng, shift: torch.dtype | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Of x, residual, weight, bias, and of what was added to x, in the dtype `shift` where that is to have one."""
         need_x, need_res, need_w, need_b = needs
         g, g_step = self._rows(g)
         s, s_step = self._rows(s)
         g_sum, sum_step = (None, self.N) if g_sum is None else self._rows(g_sum)
         dx = g.new_empty(*self.shape, dtype=self.x_dtype) if need_x else None
         dres = g.new_empty(*self.shape, dtype=self.residual_dtype) if need_res else None
-        dtypes = weight.dtype if need_w else None, bias.dtype if need_b else None
+        dtypes = weight.dtype if need_w else None, bias.dtype if need_b else None, shift
         in_memory = _dropout.pointers(rng)
         key = needs, dtypes, weight is None, g_sum is None, g_step, sum_step, s_step
         found = self._launches.get(key) or self._prepare_drop_backward(key, g.device, in_memory[0] is not None)
         run, partials = found
-        partial = stats.new_empty(2, partials, self.N) if need_w or need_b else None
+        sums = 2 if shift is None else 3
+        partial = stats.new_empty(sums, partials, self.N) if need_w or need_b or shift is not None else None
         w = weight.contiguous() if weight is not None and (need_x or need_res) else None
         dw = stats.new_empty(*self.norm.shape, dtype=dtypes[0]) if need_w else None
         db = stats.new_empty(*self.norm.shape, dtype=dtypes[1]) if need_b else None
+        dshift = None if shift is None else stats.new_empty(self.N, dtype=shift)
         numbers = _dropout.numbers(rng)
-        run(g, g_sum, s, w, stats, *in_memory, dx, dres, partial, dw, db, numbers=numbers)
-        return dx, dres, dw, db
+        run(g, g_sum, s, w, stats, *in_memory, dx, dres, partial, dw, db, dshift, numbers=numbers)
+        return dx, dres, dw, db, dshift
 
     def _prepare_drop_backward(self, key: tuple, device: torch.device, in_memory: bool) -> Any:
         (need_x, need_res, need_w, need_b), dtypes, no_weight, no_sum, g_step, sum_step, s_step = key
@@ -165,21 +195,23 @@ class _Call(_row_norm._Call):
         partials = _row_norm._balanced(cdiv(self.M, tile.rows), _row_norm._processors(device) * tile.per_processor)
         sizes = (self.M, self.N // unit, g_step // unit, sum_step // unit, s_step // unit)
         has_w = not no_weight and (need_x or need_res)
+        need_shift = dtypes[2] is not None
         flags = (float(self.norm.offset), self.norm.center, not no_sum, has_w, need_x, need_res, need_w, need_b)
+        flags += (need_shift,)
         layout = (unit, tile.rows, tile.cols, tile.sums, tile.stages)
         rest = (*sizes, *_dropout.constants(self.drop), triton_dtype(self.dtype), *flags, *self._drawn(in_memory))
         run = load("launch").Launch(load("drop_norm").backward, (partials,), (*rest, *layout), tile.warps)
-        # g, g_sum, s, w, stats, seed, offset, dx, dres, partial, dw, db
+        # g, g_sum, s, w, stats, seed, offset, dx, dres, partial, dw, db, dshift
         steps: list[tuple[Any, tuple[int, ...], bool]] = [(run, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9), True)]
-        if need_w or need_b:
+        if need_w or need_b or need_shift:
             finish = load("reduce").finisher(partials, self.N, self.dtype, *dtypes)
-            steps.append((finish, (9, 10, 11), False))
+            steps.append((finish, (9, 10, 11, 12) if need_shift else (9, 10, 11), False))
         self._launches[key] = prepared = load("launch").Chain(*steps), partials
         return prepared
 
     def composite(
         self, s: Tensor, weight: Tensor | None, bias: Tensor | None, needs: tuple[bool, ...],
-        g: Tensor | None, g_sum: Tensor | None, rng: Rng,
+        g: Tensor | None, g_sum: Tensor | None, rng: Rng, shift: torch.dtype | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """The same gradients in torch ops, with the same mask, for higher derivatives."""
         ds, dw, db = self._gradients(s, weight, bias, needs, g, g_sum)
@@ -189,7 +221,8 @@ class _Call(_row_norm._Call):
             dx = (ds * _dropout.factor(ones, self.drop, rng)).to(self.x_dtype)
         if needs[1] and ds is not None:
             dres = ds.to(self.residual_dtype)
-        return dx, dres, dw, db
+        dshift = None if shift is None or dx is None else dx.reshape(-1, self.N).sum(0).to(shift)
+        return dx, dres, dw, db, dshift
 
 
 @functools.cache

@@ -44,9 +44,13 @@ def dropout_layer_norm(
     eps: float = 1e-5,
     *,
     out_dtype: torch.dtype | None = None,
+    shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The layer norm of `F.dropout(x, p, training) + residual`, and that sum; with eager's mask."""
-    return drop_norm(_LayerNorm.of(normalized_shape, eps, out_dtype), x, residual, weight, bias, p, training)
+    """The layer norm of `F.dropout(x, p, training) + residual`, and that sum; with eager's mask.
+
+    `shift`: see `drop_norm`.
+    """
+    return drop_norm(_LayerNorm.of(normalized_shape, eps, out_dtype), x, residual, weight, bias, p, training, shift)
 
 
 @dataclass(frozen=True, eq=False)

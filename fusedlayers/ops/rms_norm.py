@@ -52,10 +52,14 @@ def dropout_rms_norm(
     offset: float = 0.0,
     cast_before_weight: bool = False,
     out_dtype: torch.dtype | None = None,
+    shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The RMS norm of `F.dropout(x, p, training) + residual`, and that sum; with eager's mask."""
+    """The RMS norm of `F.dropout(x, p, training) + residual`, and that sum; with eager's mask.
+
+    `shift`: see `drop_norm`.
+    """
     norm = _RMSNorm.of(normalized_shape, eps, out_dtype, offset, cast_before_weight)
-    return drop_norm(norm, x, residual, weight, None, p, training)
+    return drop_norm(norm, x, residual, weight, None, p, training, shift)
 
 
 @dataclass(frozen=True, eq=False)

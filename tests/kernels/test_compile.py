@@ -171,7 +171,7 @@ def drop_norm() -> Iterator[Entry]:
             tile = _drop_norm.backward_tile(N, 4, 4, SHARED_MEMORY[89])
             constants = {
                 **common, "HAS_GSUM": True, "NEED_DX": True, "NEED_DRES": True, "NEED_DW": True, "NEED_DB": center,
-                "BR": tile.rows, "BN": tile.cols, "AR": tile.sums, "STAGES": tile.stages,
+                "NEED_SHIFT": rng, "BR": tile.rows, "BN": tile.cols, "AR": tile.sums, "STAGES": tile.stages,
             }  # fmt: skip
             pointers = ("*fp32", "*fp32", "*fp32", "*bf16", "*fp32", *state, "*bf16", "*fp32", "*fp32")
             signature = (*pointers, *words, *["i32"] * 5, "i32", "i32", "fp32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 
 import pytest
 import torch
@@ -34,10 +35,10 @@ def operands(m, n, dtype=torch.float32, device="cpu", needs=(1, 1, 1, 1)):
     ]
 
 
-def fused(x, residual, weight=None, bias=None, *, p=0.4, training=True, eps=1e-5):
+def fused(x, residual, weight=None, bias=None, *, p=0.4, training=True, eps=1e-5, shift=None):
     """Every call from the same seed."""
     torch.manual_seed(5)
-    return dropout_layer_norm(x, residual, p, training, x.shape[-1:], weight, bias, eps)
+    return dropout_layer_norm(x, residual, p, training, x.shape[-1:], weight, bias, eps, shift=shift)
 
 
 def eager(x, residual, weight=None, bias=None, *, p=0.4, training=True, eps=1e-5):
@@ -139,6 +140,98 @@ def test_written_in_the_dtype_of_the_product_behind_it(device):
 
     with fl.settings(dropout="fast"):
         compare(call, functools.partial(expected, plain=given(factor_of(inputs[0]))), inputs)
+
+
+def with_shift(call):
+    """`call` on x and the shift that was added to it out of autograd's sight; the shift comes last."""
+    return lambda x, *t: call(x + t[-1].detach(), *t[:-1], shift=t[-1])
+
+
+def in_sight(call):
+    return lambda x, *t: call(x + t[-1], *t[:-1])
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("size", [*SIZES, (2, 5, 24)], ids=str)
+def test_gradient_of_a_shift(size, dtype, device):
+    """Of what was added to x: the sums over that of x, whatever the parameters."""
+    x, residual, w, b = operands(size[0], math.prod(size[1:]), dtype, device)
+    x, residual = (t.detach().reshape(size).requires_grad_() for t in (x, residual))
+    n = size[-1]
+    shift, w, b = (t.detach()[:n].requires_grad_() for t in (randn(n, dtype=dtype, device=device, seed=9), w, b))
+    eps = 1.0 if n <= 3 else 1e-5
+    with fl.settings(dropout="fast"):
+        factor = factor_of(x)
+        for params in ((), (w,), (w, b)):
+            pad = (None,) * (2 - len(params))
+            wide = lambda call, pad=pad: lambda *t: call(*t[:-1], *pad, t[-1])  # noqa: E731
+            compare(
+                wide(with_shift(functools.partial(fused, eps=eps))), wide(in_sight(given(factor, eps=eps))),
+                (x, residual, *params, shift), sums=True,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("needs", [tuple((n >> i) & 1 for i in range(5)) for n in range(32)], ids=str)
+def test_gradient_of_a_shift_every_requires_grad(needs, device):
+    inputs = [*operands(9, 20, device=device, needs=needs[:4]), randn(20, device=device, seed=9, grad=bool(needs[4]))]
+    with fl.settings(dropout="fast"):
+        expected = in_sight(given(factor_of(inputs[0])))
+        flags = [[o.requires_grad for o in fn(*inputs)] for fn in (with_shift(fused), expected)]
+        assert flags[0] == flags[1]
+        one = (lambda fn: fn) if all(flags[0]) or not any(needs) else (lambda fn: lambda *t: fn(*t)[0])
+        compare(one(with_shift(fused)), one(expected), inputs)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_gradient_of_a_shift_from_one_result_alone(which, device):
+    inputs = [*operands(9, 20, device=device), randn(20, device=device, seed=9)]
+    with fl.settings(dropout="fast"):
+        expected = in_sight(given(factor_of(inputs[0])))
+        compare(lambda *t: with_shift(fused)(*t)[which], lambda *t: expected(*t)[which], inputs)
+
+
+@pytest.mark.parametrize("route", ["auto", "reference"])
+@pytest.mark.parametrize("how", [{"p": 0.0}, {"training": False}, {"p": 1.0}, {}], ids=str)
+def test_gradient_of_a_shift_whatever_the_route(how, route, device):
+    """Where dropout is off too, and where torch alone can draw the mask."""
+    inputs = [*operands(9, 20, device=device), randn(20, device=device, seed=9)]
+    grads = []
+    with fl.settings(route=route, dropout="eager"):
+        for fn in (with_shift(functools.partial(fused, **how)), in_sight(functools.partial(eager, **how))):
+            y, s = fn(*inputs)
+            grads.append(torch.autograd.grad(y.square().sum() + s.sum(), inputs))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_of_a_shift_under_a_norm_of_two_dims(device):
+    x, residual = randn(9, 4, 8, device=device), randn(9, 4, 8, device=device, seed=1)
+    w, shift = randn(4, 8, device=device, seed=2), randn(8, device=device, seed=3)
+
+    def call(x, residual, w, shift=None):
+        torch.manual_seed(5)
+        return dropout_layer_norm(x, residual, 0.4, True, (4, 8), w, shift=shift)
+
+    with fl.settings(dropout="fast"):
+        factor = factor_of(x, call=lambda *t: call(*t, None))
+        scale = _dropout.fast_threshold(0.4)[1] if fl.settings.route == "triton" else float(factor.max())
+        s = lambda x, r: x * ((factor != 0) * scale).to(x.dtype) + r  # noqa: E731
+        plain = lambda x, r, w: (F.layer_norm(s(x, r), (4, 8), w), s(x, r))  # noqa: E731
+        compare(with_shift(call), in_sight(plain), (x, residual, w, shift))
+
+
+def test_gradient_of_a_shift_twice(device):
+    """As a gradient that can itself be differentiated."""
+    inputs = [*operands(8, 16, device=device), randn(16, device=device, seed=9)]
+    with fl.settings(dropout="fast"):
+        expected, found = in_sight(given(factor_of(inputs[0]))), []
+        for fn in (with_shift(fused), expected):
+            y, s = fn(*inputs)
+            graph = torch.autograd.grad(y.square().sum() + s.square().sum(), inputs, create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in graph), inputs)
+            found.append((*graph, *second))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
