@@ -38,6 +38,8 @@ class State:
     """Nodes that the fused op replaces, with the element that matched each."""
     writes: tuple[tuple[Node, Node], ...] = ()
     """In-place nodes among them, with the value each overwrites."""
+    swapped: tuple[Node, ...] = ()
+    """Sums and products among them whose operands the forward has in the other order than the pattern."""
     problems: tuple[str, ...] = ()
 
     def get(self, name: str) -> Any:
@@ -65,6 +67,9 @@ Kind = type | str | Callable[[type], bool]
 
 
 CALLS = frozenset({"call_module", "call_function", "call_method"})
+_ADD, _MUL = (operator.add, operator.iadd, torch.add), (operator.mul, operator.imul, torch.mul)
+SUMS = frozenset((*_ADD, *_MUL, "add", "add_", "mul", "mul_"))
+"""What `add` and `mul` match."""
 
 
 class Pattern:
@@ -225,7 +230,7 @@ class _Call(Pattern):
             found = replace(found, writes=(*found.writes, *((node, w) for w in written)))
         yield from self._follow(node.args, found)
         if self.swap and len(node.args) == 2:
-            yield from self._follow(node.args[::-1], found)
+            yield from self._follow(node.args[::-1], replace(found, swapped=(*found.swapped, node)))
 
 
 class _Maybe(Pattern):
@@ -291,7 +296,7 @@ class _Through(Pattern):
             child = Child(tuple(node.target.split(".")), effects.child(state.module, node.target), pins)
             found = replace(state, children=(child, *state.children)).take(None, node)  # named after the others
             yield from self.match(node.args[0], found.problem(member_problem(child.module, node.target)))
-        call = _dropout_call(node)
+        call = dropout_call(node)
         if call is not None and call[1] == 0.0:
             yield from self.match(call[0], state.take(None, node))
         yield from self.inputs[0].match(node, state)
@@ -349,13 +354,13 @@ class _Dropout(Pattern):
             if isinstance(module, nn.Dropout) and not module.inplace:
                 yield from _Leaf(self.name, nn.Dropout, pins=("inplace",))(*self.inputs).match(node, state)
         else:
-            call = _dropout_call(node)
+            call = dropout_call(node)
             found = None if call is None else state.bind(self.name, call[1])
             if found is not None:
                 yield from self._follow((call[0],), found.take(self.name, node))
 
 
-def _dropout_call(node: Any) -> tuple[Node, float] | None:
+def dropout_call(node: Any) -> tuple[Node, float] | None:
     """What `F.dropout` is called on and the probability in effect, where both are plain and it is not in place."""
     if not isinstance(node, Node) or node.op != "call_function" or node.target is not F.dropout:
         return None
@@ -397,12 +402,12 @@ def act(name: str = "act") -> Pattern:
 
 def add(name: str | None = None) -> Pattern:
     """`a + b` in any form and either order, in place or not."""
-    return _Call(name, (operator.add, operator.iadd, torch.add), ("add", "add_"), swap=True)
+    return _Call(name, _ADD, ("add", "add_"), swap=True)
 
 
 def mul(name: str | None = None) -> Pattern:
     """`a * b` in any form and either order."""
-    return _Call(name, (operator.mul, operator.imul, torch.mul), ("mul", "mul_"), swap=True)
+    return _Call(name, _MUL, ("mul", "mul_"), swap=True)
 
 
 def call(name: str | None, *functions: Callable[..., Any] | str) -> Pattern:

@@ -17,6 +17,7 @@ from torch.fx import Node
 from . import effects
 from .codegen import Child, Variant
 from .guards import original_class
+from .layout import as_written
 from .pattern import State
 from .records import Counts, Found, kind_of
 from .rule import NO_MATCH, Call, Match, Rule
@@ -169,6 +170,8 @@ class Sites:
         passed: list[Node],
     ) -> None:  # fmt: skip
         outputs = self._outputs(rule, root, match.state)
+        members = children_of(made, match)
+        made = as_written(made, match.state, outputs, bool(rule.outputs or passed))
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         readers = [u for o in outputs for u in o.users if u not in nodes]
         before = min([root.next, *readers], key=lambda n: order.get(n, len(order)))
@@ -189,7 +192,7 @@ class Sites:
             self.graph.erase_node(node)
         self.gone |= nodes
         self.fused = True
-        for child in children_of(made, match):
+        for child in members:
             self.members[child.path] = _with_pins(self.members.get(child.path), child)
             self.touched.add(child.path)
         reduced = next((m for m in self.missed if m[1] & nodes and m[0].priority > rule.priority), None)

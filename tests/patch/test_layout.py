@@ -67,6 +67,72 @@ def test_of_operands_that_lie_in_different_orders(name, training):
             torch.testing.assert_close(got, want)
 
 
+def _into_bn(self, x, y):
+    h = self.bn(y)
+    h += x
+    return h
+
+
+def _into_x(self, x, y):
+    h = x * 1
+    h += self.bn(y)
+    return h
+
+
+LAYOUTS = {
+    "NCHW": lambda n: torch.randn(n, 4, 5, 3),
+    "NHWC": lambda n: torch.randn(n, 4, 5, 3).contiguous(memory_format=NHWC),
+    "WHCN": lambda n: torch.randn(3, 5, 4, n).permute(3, 2, 1, 0),
+    "one": lambda n: torch.randn(1, 4, 5, 3),
+    "expanded": lambda n: torch.randn(1, 5, 3, 4).permute(0, 3, 1, 2).expand(n, -1, -1, -1),
+    "gate": lambda n: torch.randn(5, 3, 4).permute(2, 0, 1),
+    "row": lambda n: torch.randn(n, 1, 3, 4).permute(0, 3, 1, 2),
+}
+MORE = {
+    "x * y + x": FORWARDS["x * y + x"],
+    "x * act": FORWARDS["x * act"],
+    "drop + x": FORWARDS["drop + x"],
+    "gamma * y + x": FORWARDS["gamma * y + x"],
+    "x + bn": FORWARDS["x + bn"],
+    "norm(idle(x) + drop) and the sum": lambda self, x, y: (lambda s: (self.norm(s), s))(self.idle(x) + self.drop(y)),
+    "idle(x) * act": lambda self, x, y: self.idle(x) * self.act(y),
+    "bn += x": _into_bn,
+    "x += bn": _into_x,
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("name", MORE)
+def test_of_operands_that_broadcast_repeat_or_have_dims_of_size_one(name, training):
+    original = block(MORE[name]).double().train(training)
+    original.idle = nn.Identity()
+    patched = fl.patch_model(twin(original), on_fallback="raise").train(training)
+    for left, right in itertools.product(LAYOUTS, repeat=2):
+        x, y = LAYOUTS[left](2).double(), LAYOUTS[right](2).double()
+        if "bn" in name and "gate" in (left, right):
+            continue  # a batch norm wants four dims
+        found = []
+        for model in (patched, original):
+            torch.manual_seed(0)
+            try:
+                out = model(x, y)
+                found.append(out[-1] if isinstance(out, tuple) else out)
+            except RuntimeError as error:
+                found.append(str(error))
+        if isinstance(found[1], str):
+            assert found[0] == found[1], (left, right)
+        else:
+            torch.testing.assert_close(*found)
+            if not (name == "bn += x" and "row" in (left, right)):  # which of its two names a dim of size 1 bears
+                assert found[0].stride() == found[1].stride(), (left, right)
+
+
+def test_a_sum_in_place_may_not_be_larger_than_what_it_is_written_over():
+    patched = fl.patch_model(block(_into_bn), on_fallback="raise")
+    with pytest.raises(RuntimeError, match=r"output with shape \[1, 4, 5, 3\] doesn't match the broadcast shape"):
+        patched(torch.randn(2, 4, 5, 3), torch.randn(1, 4, 5, 3))
+
+
 @pytest.mark.parametrize("name", ["act(x + bn)", "x * act", "x + bn", "gamma * y + x"])
 def test_compiled_with_sizes_that_change(name):
     torch.compiler.reset()

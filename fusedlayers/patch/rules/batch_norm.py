@@ -7,7 +7,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...nn.batch_norm import batch_norm_act
 from .. import effects
-from ..layout import in_order
 from ..pattern import act, add, leaf, through, value
 from ..rule import Call, Match, Rule, register_rule
 
@@ -36,7 +35,7 @@ class BatchNormAddAct(Rule):
         return None if effects.is_data(m.residual) else "what is added is not a tensor computed from the input"
 
     def fuse(self, m: Match) -> Call:
-        return in_order(m, "sum", m.residual, m.call(batch_norm_act, m.bn, m.x, m.act, m.residual))
+        return m.call(batch_norm_act, m.bn, m.x, m.act, m.residual)
 
 
 @register_rule
@@ -50,7 +49,7 @@ class BatchNormAdd(Rule):
         return None if effects.is_data(m.residual) else "what is added is not a tensor computed from the input"
 
     def fuse(self, m: Match) -> Call:
-        return in_order(m, "sum", m.residual, m.call(batch_norm_act, m.bn, m.x, None, m.residual))
+        return m.call(batch_norm_act, m.bn, m.x, None, m.residual)
 
 
 def batch_norm(bn: _BatchNorm, x: Tensor) -> Tensor:

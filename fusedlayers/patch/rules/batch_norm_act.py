@@ -12,7 +12,6 @@ from ...nn.batch_norm import batch_norm_act
 from .. import effects
 from ..codegen import Child
 from ..guards import member_problem
-from ..layout import in_order
 from ..pattern import add, leaf, settings_of, through, value
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
 
@@ -76,4 +75,4 @@ class TimmNormAdd(Rule):
 
     def fuse(self, m: Match) -> Call:
         _hold(m, *m.bn.path)
-        return in_order(m, "sum", m.residual, m.call(timm_norm_act, m.bn, m.x, None, m.residual))
+        return m.call(timm_norm_act, m.bn, m.x, None, m.residual)

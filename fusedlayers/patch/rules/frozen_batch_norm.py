@@ -10,7 +10,6 @@ from ... import functional as fused
 from ...activations import Activation
 from ...ops import affine_act as _ops
 from .. import effects
-from ..layout import in_order
 from ..pattern import act, add, leaf, through, value
 from ..rule import Call, Match, Rule, register_rule
 
@@ -52,7 +51,7 @@ class FrozenNormAddAct(Rule):
         return None if effects.is_data(m.residual) else "what is added is not a tensor computed from the input"
 
     def fuse(self, m: Match) -> Call:
-        return in_order(m, "sum", m.residual, m.call(frozen_norm_act, m.bn, m.x, m.act, m.residual))
+        return m.call(frozen_norm_act, m.bn, m.x, m.act, m.residual)
 
 
 @register_rule

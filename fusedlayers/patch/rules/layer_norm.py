@@ -12,7 +12,6 @@ from ...nn._children import stored
 from ...ops.layer_norm import dropout_layer_norm, layer_norm
 from ...ops.rms_norm import dropout_rms_norm, rms_norm
 from .. import effects
-from ..layout import in_order
 from ..pattern import Pattern, State, add, dropout, leaf, through, value
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
 from .residual import SCALED, active, rate
@@ -106,7 +105,7 @@ class DropAddNorm(Rule):
         return _obstacle(m.norm.module) if problem is None else problem
 
     def fuse(self, m: Match) -> Call:
-        return in_order(m, "sum", m.residual, m.call(drop_add_norm, m.norm, m.x, m.residual, m.drop))
+        return m.call(drop_add_norm, m.norm, m.x, m.residual, m.drop)
 
 
 @register_rule

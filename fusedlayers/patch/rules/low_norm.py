@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from ...ops import _route
 from ...ops.rms_norm import rms_norm
 from .. import effects
-from ..layout import in_order
 from ..pattern import Pattern, add, leaf, through, value
 from ..readers import Readers, Unfit, readers
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
@@ -170,8 +169,7 @@ class DropAddNormForProduct(_ForProduct):
         return super().check(m) if problem is None else problem
 
     def fuse(self, m: Match) -> Call:
-        made = m.call(drop_add_low_norm, m.norm, m.x, m.residual, m.drop, m.own(), _readers(m).held)
-        return in_order(m, "sum", m.residual, made)
+        return m.call(drop_add_low_norm, m.norm, m.x, m.residual, m.drop, m.own(), _readers(m).held)
 
 
 @register_rule

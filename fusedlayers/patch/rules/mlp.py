@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from ... import functional as fused
 from ...activations import Activation
-from ..layout import in_order
 from ..pattern import act, leaf, mul, through, value
 from ..rule import Call, Match, Rule, register_rule
 
@@ -61,4 +60,4 @@ class GatedAct(Rule):
     priority = 5
 
     def fuse(self, m: Match) -> Call:
-        return in_order(m, "product", m.up, m.call(gated_act, m.gate, m.up, m.act))
+        return m.call(gated_act, m.gate, m.up, m.act)

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from ... import functional as fused
 from .. import effects
 from ..codegen import Child
-from ..layout import comes_first, lying_as
 from ..pattern import Pattern, add, dropout, either, leaf, maybe, mul, parameter, through, value
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
 
@@ -23,12 +22,8 @@ def scale_residual(
     drop: nn.Module | float | None,
     path: nn.Module | None,
     gamma: str = "",
-    branch_first: bool = False,
 ) -> Tensor:
-    """`residual + path(drop(scale * x))` with each module's settings as they are on this call.
-
-    `branch_first`: it was written with the residual on the right.
-    """
+    """`residual + path(drop(scale * x))` with each module's settings as they are on this call."""
     if isinstance(scale, nn.Module):
         scale = getattr(scale, gamma)
     p, q = rate(drop), 0.0
@@ -37,14 +32,8 @@ def scale_residual(
     if not (isinstance(x, Tensor) and isinstance(residual, Tensor) and x.is_floating_point()):
         return residual + scale * x  # arithmetic on sizes and positions
     if isinstance(scale, Tensor) and not p and not q:
-        found = _multiply_add(scale, x, residual)
-    else:
-        found = fused.scale_residual(x, residual, scale, dropout_p=p, drop_path_p=q, training=True)
-    if not branch_first:
-        return lying_as(found, residual)
-    # dims first: sizes of other dims are not to be compared where a compiler would have to guard them
-    as_large = isinstance(scale, Tensor) and scale.dim() == x.dim() and scale.shape == x.shape
-    return lying_as(found, scale if as_large else x)
+        return _multiply_add(scale, x, residual)
+    return fused.scale_residual(x, residual, scale, dropout_p=p, drop_path_p=q, training=True)
 
 
 def rate(drop: nn.Module | float | None) -> float:
@@ -60,6 +49,8 @@ def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return fused.scale_residual(b, c, a)
     if a.shape == c.shape:
         return fused.scale_residual(a, c, b)
+    if c.numel() > max(a.numel(), b.numel()):
+        return c + a * b
     return fused.affine_act(a, b, c, "identity") if a.numel() > b.numel() else fused.affine_act(b, a, c, "identity")
 
 
@@ -86,7 +77,7 @@ SCALED = either(
 class ScaleResidual(Rule):
     """`residual + drop_path(dropout(scale * x))`, whichever of them are there."""
 
-    pattern = add("sum")(_branch(either(SCALED, value("x"))), value("residual"))
+    pattern = add("sum")(value("residual"), _branch(either(SCALED, value("x"))))
     priority = 20
     random = True
 
@@ -108,5 +99,4 @@ class ScaleResidual(Rule):
         if isinstance(scale, Child):
             kind = type(scale.module)
             gamma = LAYER_SCALES[f"{kind.__module__}.{kind.__qualname__}"]
-        branch_first = not comes_first(m, "sum", m.residual)
-        return m.call(scale_residual, m.x, m.residual, scale, m.drop, m.path, gamma, branch_first)
+        return m.call(scale_residual, m.x, m.residual, scale, m.drop, m.path, gamma)
