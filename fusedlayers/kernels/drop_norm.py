@@ -46,8 +46,8 @@ def backward(
     seed_low, seed_high, offset_low, offset_high, M, n_v, g_v, gsum_v, s_v, threshold, threads, keep_scale,
     CT: tl.constexpr, OFFSET: tl.constexpr, CENTER: tl.constexpr, HAS_GSUM: tl.constexpr, HAS_W: tl.constexpr,
     NEED_DX: tl.constexpr, NEED_DRES: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
-    NEED_SHIFT: tl.constexpr, RNG_PTR: tl.constexpr, DROP: tl.constexpr, VEC: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr,
-    V: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, AR: tl.constexpr, STAGES: tl.constexpr,
+    NEED_SHIFT: tl.constexpr, RNG_PTR: tl.constexpr, DROP: tl.constexpr, VEC: tl.constexpr, GROUPED: tl.constexpr,
+    WIDE: tl.constexpr, V: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, AR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Any number K of blocks, BN >= N: block k takes tiles k, k + K, ... of BR rows.
 

@@ -94,7 +94,7 @@ def finisher(
     K: int, N: int, partial: torch.dtype, first: torch.dtype | None, second: torch.dtype | None,
     third: torch.dtype | None = None,
 ) -> Launch:  # fmt: skip
-    """The launch of `finish`, its pointers the same, for ops that keep it; with a third output, of three partial sums."""
+    """The launch of `finish`, its pointers the same, for ops that keep it; a third output takes three partial sums."""
     bn = min(next_power_of_2(N), 32)  # 128 bytes; few columns a block, or too few blocks share the work
     bk = 4096 // bn  # whatever K is, which goes with the batch: another length of a sequence is no other kernel
     begin = next(i for i, output in enumerate((first, second, third)) if output is not None)

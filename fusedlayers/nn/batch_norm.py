@@ -8,15 +8,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import activations
 from .. import functional as FF
+from ..ops import batch_norm_act as op
 from ._children import stored
 
 TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 def batch_norm_act(
-    bn: _BatchNorm, x: Tensor, activation: FF.ActivationLike | None, residual: Tensor | None = None
-) -> Tensor:
-    """`nn.BatchNorm*d.forward` with its statistics kept in the same way, then the rest."""
+    bn: _BatchNorm, x: Tensor, activation: FF.ActivationLike | None, residual: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`nn.BatchNorm*d.forward` with its statistics kept in the same way, then the rest; `shift`: see the op."""
     bn._check_input_dim(x)
     training, track, momentum = bn.training, bn.track_running_stats, bn.momentum
     weight, bias, mean, var, count = stored(bn, *TENSORS)
@@ -28,7 +30,8 @@ def batch_norm_act(
     if training and not track:
         mean = var = None
     momentum = 0.0 if momentum is None else momentum
-    return FF.batch_norm_act(x, mean, var, weight, bias, batch, momentum, bn.eps, activation, residual)
+    act = activations.get(activation)
+    return op.batch_norm_act(x, mean, var, weight, bias, batch, momentum, bn.eps, act, residual, shift)
 
 
 class _FusedBatchNormAct(_BatchNorm):

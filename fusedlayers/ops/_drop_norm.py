@@ -20,6 +20,7 @@ from ._autograd import direct, hooked, needs_grad
 from ._dropout import Dropout, Rng
 from ._dtypes import triton_dtype
 from ._row_norm import Norm, Tile, row_norm
+from ._shift import shifted
 from .scale_residual import OP as SCALE_RESIDUAL
 from .scale_residual import scale_residual
 
@@ -39,15 +40,15 @@ def drop_norm(
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if shift is not None and not (shift.requires_grad and x.requires_grad and norm.shape == shift.shape):
-        x, shift = _Shifted.apply(x, shift), None
+        x, shift = shifted(x, shift), None
     if not training or p == 0.0:
-        return row_norm(norm, _shifted(x, shift), residual, weight, bias)
+        return row_norm(norm, shifted(x, shift), residual, weight, bias)
     if not _route.is_compiling():
         tensors, op = (x, residual, weight, bias), f"dropout_{norm.op}"
         plan = functools.partial(_prepare, norm, x, residual, weight, bias, p)
         route, call = _route.pick(op, tensors, plan=plan, auto=functools.partial(_worth, tensors), draws=True)
         if route == "apart" or (route == "triton" and (call is _APART or hooked(weight, bias))):
-            s = scale_residual(_shifted(x, shift), residual, None, p, 0.0, True)
+            s = scale_residual(shifted(x, shift), residual, None, p, 0.0, True)
             return row_norm(norm, s, None, weight, bias), s
         if route == "triton":
             rng = _dropout.draw(call.drop, x.device)
@@ -59,27 +60,8 @@ def drop_norm(
             except KernelError as error:
                 _dropout.rewind(x.device, before)
                 _route.failed(op, error)
-    s = F.dropout(_shifted(x, shift), p, True) + residual
+    s = F.dropout(shifted(x, shift), p, True) + residual
     return norm.reference(s, weight, bias), s
-
-
-def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:
-    return x if shift is None else _Shifted.apply(x, shift)
-
-
-class _Shifted(torch.autograd.Function):
-    """x as it is, and to autograd the sum of what it was before and of `shift` (N,)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shift: Tensor) -> Tensor:
-        ctx.dtypes = x.dtype, shift.dtype
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        need_x, need_shift = ctx.needs_input_grad
-        shift = g.flatten(0, -2).sum(0) if need_shift and g.dim() > 1 else g
-        return g if need_x else None, shift.to(ctx.dtypes[1]) if need_shift else None
 
 
 def _worth(tensors: tuple[Tensor | None, ...], call: _Call) -> str:

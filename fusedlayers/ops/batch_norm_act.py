@@ -16,6 +16,7 @@ from . import _route
 from ._autograd import direct, needs_grad
 from ._dtypes import activated, compute_dtype, promoted, triton_dtype
 from ._layout import Coefficients, coefficients, with_strides
+from ._shift import shifted
 from ._tiling import MERGED as _MERGED
 from ._tiling import OWN as _OWN
 from ._tiling import RUNNING as _RUNNING
@@ -38,8 +39,15 @@ def reference(
 def batch_norm_act(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, momentum: float, eps: float, act: Activation, residual: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `functional.batch_norm_act`."""
+    """See `functional.batch_norm_act`.
+
+    `shift` (C,) is what was added to x out of autograd's sight, the bias of the product that made x: it gets its
+    gradient here. That is 0 where the batch's own mean is taken off again. For calls that nothing traces or transforms.
+    """
+    if shift is not None and not (training and shift.requires_grad and x.requires_grad):
+        x, shift = shifted(x, shift, 1), None
     args = (x, running_mean, running_var, weight, bias, training, momentum, eps, act, residual)
     if not _route.is_compiling():
         tensors = (x, weight, bias, residual, running_mean, running_var)
@@ -47,11 +55,11 @@ def batch_norm_act(
         if route == "triton":
             try:
                 if needs_grad(*tensors):
-                    return _apply(*tensors, momentum, call)[0]
+                    return _apply(*tensors, shift, momentum, call)[0]
                 return call.forward(*tensors, momentum)[0]
             except KernelError as error:
                 _route.failed(OP, error)
-    return reference(*args)
+    return reference(shifted(x, shift, 1), *args[1:])
 
 
 class _BatchNormAct(torch.autograd.Function):
@@ -65,28 +73,30 @@ class _BatchNormAct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-        running_mean: Tensor | None, running_var: Tensor | None, momentum: float, call: _Call,
+        running_mean: Tensor | None, running_var: Tensor | None, shift: Tensor | None, momentum: float, call: _Call,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         y, z, stats = call.forward(x, weight, bias, residual, running_mean, running_var, momentum, keep=True)
         kept = None if call.mask != _KEPT else y if z is None else z
         ctx.save_for_backward(x, weight, stats, kept, running_mean, running_var)
-        ctx.call = call
+        ctx.call, ctx.shift = call, shift.dtype if ctx.needs_input_grad[6] else None
         call.build_backward(ctx.needs_input_grad[:4])
         return y, z, stats
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, g_z: Tensor | None, g_stats: Tensor | None) -> tuple[Tensor | None, ...]:
         saved, call, needs = ctx.saved_tensors[:4], ctx.call, ctx.needs_input_grad[:4]
+        if g is None and g_z is None and g_stats is None:
+            return (None,) * 9
+        dshift = None if ctx.shift is None else saved[0].new_zeros(saved[0].shape[1], dtype=ctx.shift)
+        rest = None, None, dshift, None, None
         if torch.is_grad_enabled() or g_z is not None or g_stats is not None:
-            return call.composite(*saved, needs, g, g_z, g_stats)
-        if g is None:
-            return (None,) * 8
+            return *call.composite(*saved, needs, g, g_z, g_stats), *rest
         try:
-            return call.backward(*saved, needs, g)
+            return *call.backward(*saved, needs, g), *rest
         except KernelError as error:
             _route.failed(OP, error)
-            return call.composite(*saved, needs, g, None, None)
+            return *call.composite(*saved, needs, g, None, None), *rest
 
 
 _apply = direct(_BatchNormAct)
@@ -181,7 +191,7 @@ class _Call:
         partial = stats.new_empty(2, chunks, C) if chunks else None
         total = stats.new_empty(2, C) if totals else None
         run(g, x, kept, weight, stats, written, dx, partial, total, dweight, dbias, None)
-        return dx, dweight, dbias, dres, None, None, None, None
+        return dx, dweight, dbias, dres
 
     def build_backward(self, needs: tuple) -> None:
         """Begins to build backward's kernels, to be ready when forward has run through the model."""
@@ -292,7 +302,7 @@ class _Call:
             dres = dz.to(self.residual_dtype) if need_dres else None
         if need_dbias and g_stats is not None:
             dbias = g_stats[2] if dbias is None else dbias + g_stats[2]
-        return dx, dweight, None if dbias is None else dbias.to(self.bias_dtype), dres, None, None, None, None
+        return dx, dweight, None if dbias is None else dbias.to(self.bias_dtype), dres
 
 
 def _prepare(

@@ -14,6 +14,7 @@ import fusedlayers as fl
 from fusedlayers.activations import get
 from fusedlayers.functional import batch_norm_act
 from fusedlayers.ops import _tiling
+from fusedlayers.ops import batch_norm_act as op
 from tests.harness import FLOATS, LAYOUTS, assert_accurate, compare, laid_out, randn
 
 pytestmark = pytest.mark.usefixtures("forced")
@@ -419,3 +420,60 @@ def test_empty_batch(device):
             y, e = (f("relu", training)(x, weight, None, None, mean, var) for f in (fused, eager))
             grads = [torch.autograd.grad(t.sum(), weight)[0] for t in (y, e)]
             assert y.shape == e.shape == (0, 6, 3) and torch.equal(*grads)
+
+
+# a bias of the product in front
+
+
+def with_shift(act, training, residual):
+    """Of x, the shift that was added to it out of autograd's sight, and the rest."""
+
+    def fn(x, shift, weight, bias, r, mean=None, var=None):
+        near = shift.detach().view(-1, *[1] * (x.dim() - 2))
+        mean, var = (None if t is None else t.to(x.dtype) for t in (mean, var))
+        r = r if residual else None
+        return op.batch_norm_act(x + near, mean, var, weight, bias, training, 0.1, 1e-5, get(act), r, shift)
+
+    def plain(x, shift, weight, bias, r, mean=None, var=None):
+        x = x + shift.view(-1, *[1] * (x.dim() - 2))
+        return eager(act, training)(x, weight, bias, r if residual else None, mean, var)
+
+    return fn, plain
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", [(9, 7), (3, 5, 6, 7)], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("residual", [False, True])
+def test_gradient_of_a_shift(residual, training, shape, dtype, device):
+    """Of what was added to each channel: none is left where the batch's mean is taken off, else the sums."""
+    x, weight, bias, r = inputs(shape, dtype, device, True)
+    shift = randn(shape[1], dtype=dtype, device=device, seed=8)
+    stats = randn(shape[1], grad=False, device=device), randn(shape[1], grad=False, device=device).abs()
+    pair = with_shift("relu", training, residual)
+    compare(*pair, (x, shift, weight, bias, r if residual else None, *(() if training else stats)), sums=True)
+    if training:
+        (grad,) = torch.autograd.grad(pair[0](x, shift, weight, bias, r).square().sum(), shift)
+        if fl.settings.route == "triton":
+            assert not grad.any()
+        assert grad.dtype == dtype and grad.shape == shift.shape
+
+
+@pytest.mark.parametrize("needs", list(itertools.product((0, 1), repeat=3)), ids=str)
+def test_gradient_of_a_shift_every_requires_grad(needs, device):
+    x, weight, bias, _ = inputs((6, 4, 3, 3), torch.float32, device)
+    shift = randn(4, device=device, seed=8)
+    for t, need in zip((x, shift, weight), needs, strict=True):
+        t.requires_grad_(bool(need))
+    compare(*with_shift("silu", True, False), (x, shift, weight, bias, None), sums=True)
+
+
+def test_gradient_of_a_shift_twice(device):
+    x, weight, bias, _ = inputs((5, 4, 3), torch.float64, device)
+    given = x, randn(4, dtype=torch.float64, device=device, seed=8), weight, bias, None
+    found = []
+    for fn in with_shift("tanh", True, False):
+        grads = torch.autograd.grad(fn(*given).square().sum(), given[:4], create_graph=True)
+        found.append([*grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), given[:4])])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
