@@ -51,7 +51,7 @@ def check(model: nn.Module, x: torch.Tensor, *expected: tuple[str, tuple[str, ..
 
 
 def conv(**options):
-    return nn.Conv2d(6, 6, 3, padding=1, **options)
+    return nn.Conv2d(6, 6, 3, padding=1, **{"bias": False, **options})
 
 
 def test_batch_norm_then_activation():

@@ -27,7 +27,7 @@ def post_norm(self, x):
 
 def model(forward=post_norm, drop=None, norm=None, **children) -> nn.Module:
     drop, norm = drop or nn.Dropout(0.3), norm or nn.LayerNorm(6)
-    return block(forward, fc=nn.Linear(6, 6), drop=drop, norm=norm, **children)
+    return block(forward, fc=nn.Linear(6, 6, bias=False), drop=drop, norm=norm, **children)
 
 
 @pytest.fixture
@@ -36,9 +36,9 @@ def calls(monkeypatch):
     seen = []
     right = op.drop_norm
 
-    def watched(norm, x, residual, weight, bias, p, training):
+    def watched(norm, x, residual, weight, bias, p, training, shift=None):
         seen.append(p)
-        return right(norm, x, residual, weight, bias, p, training)
+        return right(norm, x, residual, weight, bias, p, training, shift)
 
     monkeypatch.setattr(op, "drop_norm", watched)
     return seen
@@ -78,7 +78,7 @@ def test_functional_dropout_and_either_order_of_the_sum(calls):
         return self.norm(h)
 
     for f in (forward, added):
-        patched = fl.patch_model(block(f, fc=nn.Linear(6, 6), norm=nn.LayerNorm(6)), on_fallback="raise")
+        patched = fl.patch_model(block(f, fc=nn.Linear(6, 6, bias=False), norm=nn.LayerNorm(6)), on_fallback="raise")
         assert "drop_add_norm" in [rule for rule, _ in sites(patched)]
         assert fl.verify(patched.train(), ROWS) and fl.verify(patched.eval(), ROWS)
     assert calls and set(calls) == {0.3}

@@ -12,6 +12,8 @@ from . import (  # noqa: F401
     layer_norm,
     layer_norm_2d,
     linear_act,
+    linear_batch_norm,
+    linear_norm,
     low_norm,
     mlp,
     projections,

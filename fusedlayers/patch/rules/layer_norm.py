@@ -45,24 +45,26 @@ def drop_add_norm(layer: Any, x: Tensor, residual: Tensor, drop: nn.Module | flo
 
 
 def dropped_norm(
-    layer: Any, x: Tensor, residual: Tensor, p: float, out_dtype: torch.dtype | None = None
+    layer: Any, x: Tensor, residual: Tensor, p: float, out_dtype: torch.dtype | None = None, shift: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    """`shift`: see `ops._drop_norm.drop_norm`; only where x and the residual are of one shape."""
     if x.shape != residual.shape:
         total = F.dropout(x, p, True) + residual
         return norm(layer, total), total
     shape, eps = layer.normalized_shape, layer.eps
     if isinstance(layer, nn.LayerNorm):
         weight, bias = stored(layer, "weight", "bias")
-        return dropout_layer_norm(x, residual, p, True, shape, weight, bias, eps, out_dtype=out_dtype)
-    return dropout_rms_norm(x, residual, p, True, shape, layer.weight, eps, out_dtype=out_dtype)
+        return dropout_layer_norm(x, residual, p, True, shape, weight, bias, eps, out_dtype=out_dtype, shift=shift)
+    return dropout_rms_norm(x, residual, p, True, shape, layer.weight, eps, out_dtype=out_dtype, shift=shift)
 
 
 def _obstacle(layer: nn.Module) -> str | None:
     return "timm's fast norm is on" if getattr(layer, "_fast_norm", False) else None
 
 
-def after_dropout(normed: Pattern) -> Pattern:
-    return normed(add("sum")(through(dropout("drop")(through(value("x")))), through(value("residual"))))
+def after_dropout(normed: Pattern, branch: Pattern) -> Pattern:
+    """`normed(dropout(branch) + residual)`."""
+    return normed(add("sum")(through(dropout("drop")(through(branch))), through(value("residual"))))
 
 
 def dropout_problem(m: Match) -> str | None:
@@ -95,7 +97,7 @@ class AddNorm(Rule):
 class DropAddNorm(Rule):
     """`norm(dropout(x) + residual)`, where the sum may be read on: the end of a post-norm block."""
 
-    pattern = after_dropout(leaf("norm", *NORMS, pins=("_fast_norm",)))
+    pattern = after_dropout(leaf("norm", *NORMS, pins=("_fast_norm",)), value("x"))
     outputs = ("norm", "sum")
     priority = 22
     random = True

@@ -159,7 +159,7 @@ class AddNormForProduct(_ForProduct):
 class DropAddNormForProduct(_ForProduct):
     """`fc(norm(dropout(x) + residual))`: under autocast the norm is written in the dtype of the product."""
 
-    pattern = after_dropout(leaf("norm", *NORMS, pins=("_fast_norm",)))
+    pattern = after_dropout(leaf("norm", *NORMS, pins=("_fast_norm",)), value("x"))
     outputs = ("norm", "sum")
     priority = 24
     random = True

@@ -1,0 +1,113 @@
+"""A Linear, the dropout and the residual add behind it, and their norm: the end of a block as BERT writes it.
+
+The product stays the library's, and autograd's. Only the gradient of its bias, for which eager reads the gradient of
+the product's result once more, comes from the norm's backward, which sums that up while it writes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...nn._children import stored
+from ...ops import _route
+from ...settings import settings
+from .. import effects
+from ..pattern import State, leaf, value
+from ..rule import NO_MATCH, Call, Match, Rule, register_rule
+from .layer_norm import NORMS, _obstacle, after_dropout, drop_add_norm, dropped_norm
+from .low_norm import Held, _ForProduct, _product_dtype, _readers, drop_add_low_norm
+from .mlp import Mlp
+from .residual import active, rate
+
+SMALLEST = 1 << 20
+"""Elements of the result below which a pass over them is not worth what leaving it out costs."""
+
+
+def linear_drop_add_norm(
+    fc: nn.Linear, layer: Any, x: Tensor, residual: Tensor, drop: nn.Module | float
+) -> tuple[Tensor, Tensor]:
+    """The norm of `drop(fc(x)) + residual`, and that sum."""
+    p = rate(drop)
+    y, shift = _product(fc, x, residual, p)
+    if shift is None:
+        return drop_add_norm(layer, y, residual, drop)
+    return dropped_norm(layer, y, residual, p, shift=shift)
+
+
+def linear_drop_add_low_norm(
+    fc: nn.Linear, layer: Any, x: Tensor, residual: Tensor, drop: nn.Module | float, module: nn.Module, held: Held
+) -> tuple[Tensor, Tensor]:
+    """Likewise, under autocast in the dtype of the product behind the norm."""
+    p = rate(drop)
+    y, shift = _product(fc, x, residual, p)
+    if shift is None:
+        return drop_add_low_norm(layer, y, residual, drop, module, held)
+    return dropped_norm(layer, y, residual, p, _product_dtype(module, held, y, residual), shift)
+
+
+def _product(fc: nn.Linear, x: Tensor, residual: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
+    """`fc(x)`, and its bias where that is left to the norm to have a gradient."""
+    weight, bias = stored(fc, "weight", "bias")
+    leave = p and may_leave_bias(x, weight, bias) and residual.numel() >= SMALLEST
+    if leave and residual.shape == (*x.shape[:-1], weight.shape[0]):
+        return F.linear(x, weight, bias.detach()), bias
+    return F.linear(x, weight, bias), None
+
+
+def may_leave_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a bias needs a gradient, and one that an op's kernel gives will do: nothing looks at each torch op."""
+    if bias is None or not bias.requires_grad or not torch.is_grad_enabled() or _route.intercepted() is not None:
+        return False
+    return settings.route != "reference" and _kernels_take(x, weight, bias)
+
+
+def _kernels_take(*tensors: Tensor) -> bool:
+    return _route.obstacle(tensors) is None
+
+
+def _linear_problem(m: Match) -> str | None:
+    """What keeps a match from being one; the rules for less tell what stands in their way as well."""
+    if m.fc.module.bias is None or not active(m.drop) or not effects.is_data(m.residual):
+        return NO_MATCH
+    fc = dict(m.state.nodes)["fc"]
+    # a whole MLP in front keeps less, and has its own pass for that bias
+    return NO_MATCH if any(True for _ in Mlp.pattern.match(fc, State(m.module))) else None
+
+
+@register_rule
+class LinearDropAddNorm(Rule):
+    """`norm(dropout(fc(x)) + residual)`, where the sum may be read on."""
+
+    pattern = after_dropout(leaf("norm", *NORMS, pins=("_fast_norm",)), leaf("fc", nn.Linear)(value("x")))
+    outputs = ("norm", "sum")
+    priority = 23
+    random = True
+
+    def check(self, m: Match) -> str | None:
+        problem = _linear_problem(m)
+        return (NO_MATCH if _obstacle(m.norm.module) else None) if problem is None else problem
+
+    def fuse(self, m: Match) -> Call:
+        return m.call(linear_drop_add_norm, m.fc, m.norm, m.x, m.residual, m.drop)
+
+
+@register_rule
+class LinearDropAddNormForProduct(_ForProduct):
+    """Likewise, before a product: under autocast the norm is written in its dtype."""
+
+    pattern = LinearDropAddNorm.pattern
+    outputs = ("norm", "sum")
+    priority = 26
+    random = True
+
+    def check(self, m: Match) -> str | None:
+        problem = _linear_problem(m)
+        return (NO_MATCH if super().check(m) is not None else None) if problem is None else problem
+
+    def fuse(self, m: Match) -> Call:
+        held = _readers(m).held
+        return m.call(linear_drop_add_low_norm, m.fc, m.norm, m.x, m.residual, m.drop, m.own(), held)

@@ -1,0 +1,321 @@
+"""`norm(dropout(fc(x)) + residual)` and `act(bn(fc(x)))`: the gradient of the bias of `fc` comes from the norm."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fusedlayers as fl
+from fusedlayers.ops import _route
+from fusedlayers.ops import layer_norm as op
+from fusedlayers.patch.rules import linear_batch_norm, linear_norm
+
+from .models import assert_same, twin
+from .test_builtin_rules import block, check, sites
+
+ROWS = torch.randn(4, 7, 6)
+
+
+def post_norm(self, x):
+    """BERT's output layers."""
+    return self.norm(self.drop(self.fc(x)) + x)
+
+
+def model(forward=post_norm, **children) -> nn.Module:
+    children = {"fc": nn.Linear(6, 6), "drop": nn.Dropout(0.3), "norm": nn.LayerNorm(6), **children}
+    return block(forward, **children)
+
+
+@pytest.fixture(autouse=True)
+def on_every_size(monkeypatch):
+    """As on a device, and on results of any size; the op itself then runs as it does on a CPU."""
+    for rules in (linear_norm, linear_batch_norm):
+        monkeypatch.setattr(rules, "SMALLEST", 0)
+    monkeypatch.setattr(linear_norm, "_kernels_take", lambda *tensors: True)
+
+
+@pytest.fixture
+def shifts(monkeypatch):
+    """The shifts that the op was given."""
+    seen = []
+    right = op.drop_norm
+
+    def watched(norm, x, residual, weight, bias, p, training, shift=None):
+        seen.append(shift)
+        return right(norm, x, residual, weight, bias, p, training, shift)
+
+    monkeypatch.setattr(op, "drop_norm", watched)
+    return seen
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(6), nn.LayerNorm(6, elementwise_affine=False), nn.RMSNorm(6)], ids=str)
+def test_the_end_of_a_post_norm_block(norm):
+    patched = check(model(norm=norm), ROWS, ("linear_drop_add_norm", ("fc", "drop", "norm")))
+    report = fl.explain(patched)
+    assert not report.skipped and not report.reduced
+    assert "(1/1 norms, 1/1 adds, 0/0 activations)" in str(report)
+
+
+def test_before_a_product(shifts):
+    def forward(self, x):
+        return self.next(post_norm(self, x))
+
+    original = model(forward, next=nn.Linear(6, 3))
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    assert sites(patched) == [("linear_drop_add_norm_for_product", ("fc", "drop", "norm"))]
+    grads = []
+    for m in (patched, original):
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = m(ROWS)
+        y.float().square().sum().backward()
+        grads.append({n: p.grad for n, p in m.named_parameters()})
+    assert len(shifts) == 1 and shifts[0] is patched.fc.bias
+    for name, grad in grads[1].items():
+        assert grads[0][name].dtype == grad.dtype
+        torch.testing.assert_close(grads[0][name], grad, rtol=2e-2, atol=2e-2 * float(grad.abs().max()))
+
+
+def test_what_takes_part(shifts):
+    """The bias of a Linear that is trained, while the dropout is on; nothing else."""
+    original = model()
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+
+    def given(m=patched, x=ROWS):
+        del shifts[:]
+        m(x)
+        return [s is not None for s in shifts]
+
+    assert given() == [True]
+    with torch.no_grad():
+        assert given() == [False]
+    patched.fc.bias.requires_grad_(False)
+    assert given() == [False]
+    patched.fc.bias.requires_grad_(True)
+    patched.drop.p = 0.0
+    assert given() == []
+    patched.drop.p = 0.3
+    patched.eval()
+    assert given() == []
+    assert given(fl.patch_model(model(fc=nn.Linear(6, 6, bias=False)))) == [False]
+
+
+def test_small_results_keep_their_pass(monkeypatch, shifts):
+    monkeypatch.setattr(linear_norm, "SMALLEST", ROWS.numel() + 1)
+    fl.patch_model(model())(ROWS)
+    assert shifts == [None]
+
+
+def test_a_residual_that_broadcasts(shifts):
+    def forward(self, x):
+        return self.norm(self.drop(self.fc(x)) + x[:1])
+
+    original = model(forward)
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    for m in (patched, original):
+        torch.manual_seed(3)
+        m(ROWS).square().sum().backward()
+    assert shifts == []
+    for a, b in zip(patched.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_whole_mlp_in_front_stays_one():
+    def forward(self, x):
+        return self.norm(self.drop(self.fc(F.gelu(self.fc1(x)))) + x)
+
+    patched = fl.patch_model(model(forward, fc1=nn.Linear(6, 6)))
+    assert [rule for rule, _ in sites(patched)] == ["mlp", "drop_add_norm"]
+
+
+def test_a_result_that_is_read_on_is_left_to_the_rule_for_less():
+    def forward(self, x):
+        h = self.fc(x)
+        return self.norm(self.drop(h) + x) * h
+
+    original = model(forward)
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    assert sites(patched, "reduced") == [("drop_add_norm", ("drop", "norm"))]
+
+
+def test_gradients_of_every_parameter_and_input():
+    original = model()
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    for frozen in ((), ("fc.weight",), ("norm.weight", "norm.bias"), ("fc.weight", "norm.weight", "norm.bias")):
+        for m in (patched, original):
+            m.zero_grad()
+            for name, p in m.named_parameters():
+                p.requires_grad_(name not in frozen)
+        for grad in (True, False):
+            found = []
+            for m in (patched, original):
+                x = ROWS.clone().requires_grad_(grad)
+                torch.manual_seed(3)
+                m(x).square().sum().backward()
+                found.append([x.grad, *(p.grad for p in m.parameters())])
+            for a, b in zip(*found, strict=True):
+                assert (a is None) == (b is None)
+                if b is not None:
+                    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_hooks():
+    """On the bias one that is told once; on the Linear one that keeps it out, at once and later."""
+    patched = fl.patch_model(model(), on_fallback="ignore")
+    seen = []
+    patched.fc.bias.register_hook(seen.append)
+    patched.fc.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    patched(ROWS).square().sum().backward()
+    assert len(seen) == 2 and torch.equal(*seen)
+    patched.fc.register_forward_hook(lambda *_: seen.append("called"))
+    patched(ROWS)
+    assert seen[-1] == "called" and sum(sum(c.values()) for c in fl.explain(patched).fallbacks.values()) == 1
+    hooked = model()
+    hooked.fc.register_forward_hook(lambda *_: None)
+    assert sites(fl.patch_model(hooked), "reduced") == [("drop_add_norm", ("drop", "norm"))]
+
+
+def test_gradients_of_gradients():
+    original = model().double()
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    found = []
+    for m in (patched, original):
+        x = ROWS.double().requires_grad_()
+        torch.manual_seed(3)
+        params = list(m.parameters())
+        grads = torch.autograd.grad(m(x).tanh().sum(), [x, *params], create_graph=True)
+        found.append([*grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), [x, *params])])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant):
+    original = model()
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    for m in (patched, original):
+        x = ROWS.clone().requires_grad_()
+        torch.manual_seed(3)
+        checkpoint(m, x, use_reentrant=reentrant).square().sum().backward()
+    for a, b in zip(patched.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_transforms_and_compile_see_the_plain_layer(shifts):
+    original = model(drop=nn.Dropout(1e-9))
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    found = []
+    for m in (patched, original):
+        params = dict(m.named_parameters())
+
+        def loss(params, m=m):
+            return torch.func.functional_call(m, params, (ROWS,)).square().sum()
+
+        found.append(torch.func.grad(loss)(params))
+    for name, grad in found[1].items():
+        torch.testing.assert_close(found[0][name], grad, rtol=1e-4, atol=1e-4)
+    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
+    compiled(ROWS).square().sum().backward()
+    original(ROWS).square().sum().backward()
+    torch.testing.assert_close(patched.fc.bias.grad, original.fc.bias.grad, rtol=1e-4, atol=1e-4)
+    assert all(s is None for s in shifts)
+
+
+def test_a_forced_reference_route_is_right_too():
+    original = model()
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    with fl.settings(route="reference"):
+        assert_same(copy.deepcopy(patched).eval(), copy.deepcopy(original).eval(), ROWS)
+        for m in (patched, original):
+            torch.manual_seed(3)
+            m(ROWS).square().sum().backward()
+    for a, b in zip(patched.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert not _route.failures
+
+
+# batch norm
+
+
+def normed(self, x):
+    return self.act(self.bn(self.fc(x)))
+
+
+KINDS = {
+    "linear": (lambda: nn.Linear(6, 5), lambda: nn.BatchNorm1d(5), torch.randn(9, 6)),
+    "1d": (
+        lambda: nn.Conv1d(6, 5, 3, padding=1, padding_mode="reflect"),
+        lambda: nn.BatchNorm1d(5),
+        torch.randn(4, 6, 8),
+    ),
+    "2d": (lambda: nn.Conv2d(6, 5, 3, groups=1, stride=2), lambda: nn.BatchNorm2d(5), torch.randn(4, 6, 9, 9)),
+    "3d": (lambda: nn.Conv3d(6, 5, 2), lambda: nn.BatchNorm3d(5), torch.randn(2, 6, 3, 4, 4)),
+}
+
+
+@pytest.fixture(params=KINDS)
+def product(request):
+    """A model, and what it takes."""
+    fc, bn, x = KINDS[request.param]
+    return block(normed, fc=fc(), bn=bn(), act=nn.ReLU()), x
+
+
+def test_batch_norm_behind_a_product_with_a_bias(product):
+    original, x = product
+    check(original, x, ("product_norm_act", ("fc", "bn", "act")))
+
+
+def test_every_state_of_the_norm_and_the_bias(product):
+    original, x = product
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+
+    def state(m, training, frozen, tracked):
+        m.train().zero_grad()
+        m.bn.train(training)
+        m.fc.bias.requires_grad_(not frozen)
+        m.bn.track_running_stats = tracked
+
+    for training in (True, False):
+        for frozen in (False, True):
+            for tracked in (True, False):
+                found = []
+                for m in (patched, original):
+                    state(m, training, frozen, tracked)
+                    given = x.clone().requires_grad_()
+                    m(given).square().sum().backward()
+                    found.append([given.grad, *(p.grad for p in m.parameters()), *(b.clone() for b in m.buffers())])
+                for a, b in zip(*found, strict=True):
+                    assert (a is None) == (b is None)
+                    if b is not None:
+                        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
+
+
+def test_batch_norm_without_a_bias_in_front_or_with_another_reader():
+    def read_on(self, x):
+        h = self.fc(x)
+        return self.act(self.bn(h)) + h
+
+    fc, bn, x = nn.Linear(6, 6), nn.BatchNorm1d(6), torch.randn(9, 6)
+    without = block(normed, fc=nn.Linear(6, 6, bias=False), bn=bn, act=nn.ReLU())
+    check(without, x, ("batch_norm_act", ("bn", "act")))
+    patched = fl.patch_model(block(read_on, fc=fc, bn=bn, act=nn.ReLU()))
+    assert sites(patched, "reduced") == [("batch_norm_act", ("bn", "act"))]
+
+
+def test_batch_norm_transforms_and_compile_see_the_plain_layer(product):
+    original, x = product
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    expected = original(x)
+    torch.testing.assert_close(torch.compile(patched, backend="aot_eager", fullgraph=True)(x), expected)
+    found = []
+    for m in (patched.eval(), original.eval()):
+        params = dict(m.named_parameters())
+        loss = lambda params, m=m: torch.func.functional_call(m, params, (x,)).square().sum()  # noqa: E731
+        found.append(torch.func.grad(loss)(params))
+    for name, grad in found[1].items():
+        torch.testing.assert_close(found[0][name], grad, rtol=1e-4, atol=1e-4)
