@@ -210,4 +210,6 @@ def repatch(
         swap(module, patched_class(type(module), rewritten, rule_names, site.routes), site)
     except Untraceable:
         return False
+    finally:
+        trace.forget()
     return True

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,13 +53,20 @@ class State:
         known = self.get(name)
         if known is not _UNBOUND:
             return self if known is value or known == value else None
-        return replace(self, bound=(*self.bound, (name, value)))
+        return self.but(bound=(*self.bound, (name, value)))
 
     def take(self, name: str | None, node: Node) -> State:
-        return replace(self, nodes=(*self.nodes, (name or "", node)))
+        return self.but(nodes=(*self.nodes, (name or "", node)))
 
     def problem(self, *reasons: str | None) -> State:
-        return replace(self, problems=(*self.problems, *(r for r in reasons if r)))
+        found = [r for r in reasons if r]
+        return self.but(problems=(*self.problems, *found)) if found else self
+
+    def but(self, **changes: Any) -> State:
+        """`dataclasses.replace`, which takes its time, for the many steps of a match."""
+        made = object.__new__(State)
+        made.__dict__.update(self.__dict__, **changes)
+        return made
 
 
 _UNBOUND: Any = object()
@@ -67,6 +75,17 @@ Kind = type | str | Callable[[type], bool]
 
 
 CALLS = frozenset({"call_module", "call_function", "call_method"})
+
+
+@dataclass(frozen=True)
+class Content:
+    """What there is in a graph: classes of the modules it calls, functions and methods, and whether activations."""
+
+    classes: frozenset[type]
+    called: frozenset[Any]
+    activations: bool
+
+
 _ADD, _MUL = (operator.add, operator.iadd, torch.add), (operator.mul, operator.imul, torch.mul)
 SUMS = frozenset((*_ADD, *_MUL, "add", "add_", "mul", "mul_"))
 """What `add` and `mul` match."""
@@ -88,6 +107,10 @@ class Pattern:
 
     def match(self, node: Any, state: State) -> Iterator[State]:
         raise TypeError(f"{type(self).__name__} does not say what it matches")
+
+    def may_end_in(self, graph: Content) -> bool:
+        """Whether a graph may have a node that `match` takes, so that most patterns are never looked for."""
+        return True
 
     def _follow(
         self, values: tuple[Any, ...], state: State, inputs: tuple[Pattern, ...] | None = None
@@ -119,7 +142,7 @@ class _Leaf(Pattern):
         if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != len(self.inputs) or node.kwargs:
             return
         module = effects.child(state.module, node.target)
-        if module is None or not (self._stands_in(module) or any(is_a(module, t) for t in self.types)):
+        if module is None or not self._is_for(type(module)):
             return
         found = state.bind(self.name, Child(tuple(node.target.split(".")), module, self.pins))
         if found is None:
@@ -129,13 +152,17 @@ class _Leaf(Pattern):
             names = (t.rpartition(".")[2] if isinstance(t, str) else t.__name__ for t in self.types)
             wanted = " or ".join(dict.fromkeys(names))
             found = found.problem(f"{node.target} is a {cls.__module__}.{cls.__qualname__}, not exactly a {wanted}")
-        found = replace(found, children=(*found.children, found.get(self.name))).take(self.name, node)
+        found = found.but(children=(*found.children, found.get(self.name))).take(self.name, node)
         yield from self._follow(node.args, found.problem(member_problem(module, node.target)))
 
-    def _stands_in(self, module: nn.Module) -> bool:
-        """An adapter or a quantized layer may; a norm or a dropout has a place of its own."""
-        name = type(module).__name__.lower()
-        return self.stand_in and not any(part in name for part in ("norm", "drop", "identity"))
+    def may_end_in(self, graph: Content) -> bool:
+        return any(map(self._is_for, graph.classes))
+
+    def _is_for(self, cls: type) -> bool:
+        """An adapter or a quantized layer may stand in; a norm or a dropout has a place of its own."""
+        if self.stand_in and not any(part in cls.__name__.lower() for part in ("norm", "drop", "identity")):
+            return True
+        return any(is_kin(cls, t) for t in self.types)
 
 
 def required_kinds(pattern: Pattern) -> Iterator[tuple[Kind, ...]]:
@@ -147,7 +174,22 @@ def required_kinds(pattern: Pattern) -> Iterator[tuple[Kind, ...]]:
 
 
 def is_a(module: nn.Module, kind: Kind) -> bool:
-    return any(exactly(cls, kind) for cls in type(module).__mro__)
+    return is_kin(type(module), kind)
+
+
+def is_kin(cls: type, kind: Kind) -> bool:
+    """Whether a class or one of its bases is of this kind."""
+    if isinstance(kind, type):
+        return kind in cls.__mro__
+    if isinstance(kind, str):
+        names = _dotted.get(cls)
+        if names is None:
+            names = _dotted[cls] = frozenset(f"{c.__module__}.{c.__qualname__}" for c in cls.__mro__)
+        return kind in names
+    return any(kind(c) for c in cls.__mro__)
+
+
+_dotted: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 def exactly(cls: type, kind: Kind) -> bool:
@@ -157,6 +199,9 @@ def exactly(cls: type, kind: Kind) -> bool:
 
 
 class _Act(Pattern):
+    def may_end_in(self, graph: Content) -> bool:
+        return graph.activations
+
     def match(self, node: Any, state: State) -> Iterator[State]:
         seen = activation_of(node, state.module)
         if seen is None:
@@ -167,7 +212,7 @@ class _Act(Pattern):
             return
         if module is not None:
             child = Child(tuple(node.target.split(".")), module, settings_of(module))
-            found = replace(found, children=(*found.children, child)).problem(member_problem(module, node.target))
+            found = found.but(children=(*found.children, child)).problem(member_problem(module, node.target))
         if inplace:
             found = replace(found, writes=(*found.writes, (node, node.args[0])))
         yield from self._follow(node.args[:1], found.take(self.name, node))
@@ -214,6 +259,9 @@ class _Call(Pattern):
     ):
         super().__init__(name)
         self.functions, self.methods, self.swap = functions, methods, swap
+
+    def may_end_in(self, graph: Content) -> bool:
+        return any(called in graph.called for called in (*self.functions, *self.methods))
 
     def match(self, node: Any, state: State) -> Iterator[State]:
         if not isinstance(node, Node) or node.kwargs or len(node.args) != len(self.inputs) or node.meta.get("fused"):

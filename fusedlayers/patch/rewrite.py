@@ -147,6 +147,8 @@ def replace_whole(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Al
     """What the first `target` rule that fits makes of the module's whole forward; None when no rule names its class."""
     found: list[Found] = []
     for rule in rules:
+        if rule.target is None:
+            continue
         splices = isinstance(rule, SpliceRule)
         exact = any(exactly(cls, kind) for kind in rule.targets)
         if not exact and (splices or not any(is_a(module, kind) for kind in rule.targets)):

@@ -18,7 +18,7 @@ from . import effects
 from .codegen import Child, Variant
 from .guards import original_class
 from .layout import as_written
-from .pattern import State
+from .pattern import Content, State
 from .records import Counts, Found, kind_of
 from .rule import NO_MATCH, Call, Match, Rule
 from .shadow import Path
@@ -33,7 +33,7 @@ class Sites:
 
     def __init__(self, module: nn.Module, traced: Trace, rules: Sequence[Rule], allow: Allow):
         self.module, self.traced, self.allow = module, traced, allow
-        self.graph = traced.graph
+        self.graph, self.start = traced.graph, State(module)
         self.members: dict[Path, Child] = {}
         self.position = {n: i for i, n in enumerate(self.graph.nodes)}
         self.placed: list[tuple[int, Found]] = []
@@ -42,8 +42,9 @@ class Sites:
         self.gone: set[Node] = set()
         self.fused = False
         self.counts = self._count()
+        content = self._content()
         for rule in rules:
-            if rule.pattern is not None:
+            if rule.pattern is not None and rule.pattern.may_end_in(content):
                 self._apply(rule)
         self._report_misses()
         self.found = self._in_order()
@@ -73,6 +74,12 @@ class Sites:
             counts.total[kind] += 1
         return counts
 
+    def _content(self) -> Content:
+        """Of the graph as it was traced: what rules put in its place is nothing that patterns look for."""
+        modules = (effects.child(self.module, n.target) for n in self.graph.nodes if n.op == "call_module")
+        called = frozenset(n.target for n in self.graph.nodes if n.op in ("call_function", "call_method"))
+        return Content(frozenset(map(type, modules)), called, "activation" in self.kinds.values())
+
     def _apply(self, rule: Rule) -> None:
         ops = rule.pattern.ops
         for node in reversed(list(self.graph.nodes)):
@@ -82,7 +89,7 @@ class Sites:
     def _apply_at(self, rule: Rule, root: Node) -> None:
         """Fuses the first match that may be; else keeps the near miss with the fewest problems."""
         missed: tuple[int, State, str] | None = None
-        for state in rule.pattern.match(root, State(self.module)):
+        for state in rule.pattern.match(root, self.start):
             match = Match(self.module, state, self.traced.training)
             passed = self._passed(rule, root, state)
             match.passes = bool(passed)

@@ -17,16 +17,18 @@ import textwrap
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import Graph, Node, Proxy
+from torch.fx.node import map_arg
 from torch.fx.proxy import Attribute, TraceError, TracerBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import shadow
+from . import alike, shadow
+from .alike import Read, is_torch
 from .decorators import forward_of
 from .outside import Outside, written
 from .scan import scan
@@ -53,16 +55,6 @@ Form = Mapping[str, Any]
 """Argument name to NONE, GIVEN, TENSOR, LIST, EMPTY or Exactly; arguments not named may be anything."""
 
 
-@dataclass(frozen=True)
-class Read:
-    """Something a trace took for granted: `kind` is value, absent, none, tensor, child, keys, type, method, global."""
-
-    path: Path
-    name: str
-    kind: str
-    value: Any = field(default=None, compare=False)
-
-
 @dataclass
 class Trace:
     """A graph, the call form it holds for, and what it read; `graph` is None where `refused` says why."""
@@ -72,6 +64,16 @@ class Trace:
     graph: Graph | None = None
     reads: dict[tuple[Path, str, str], Read] = field(default_factory=dict)
     refused: str | None = None
+
+    def copy(self) -> Trace:
+        """With a graph of its own, to be rewritten."""
+        if self.graph is None:
+            return self
+        graph, made = Graph(), {}
+        for node in self.graph.nodes:
+            args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
+            made[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+        return replace(self, graph=graph)
 
 
 class _Undecided(Exception):
@@ -190,7 +192,7 @@ class _Tracer(TracerBase):
         names: dict[str, Any] = {}
         for name in asked.globals_read:
             helper = function.__globals__.get(name)
-            if isinstance(helper, types.FunctionType) and not _is_torch(helper):
+            if isinstance(helper, types.FunctionType) and not is_torch(helper):
                 names[name] = self._helper(helper)
             elif type(helper) in CONTAINERS:
                 names[name] = copy.copy(helper)
@@ -313,16 +315,9 @@ class _Tracer(TracerBase):
         raise Untraceable("forward reads keys of a value")
 
 
-def _is_torch(function: types.FunctionType) -> bool:
-    module = function.__module__ or ""
-    return module == "torch" or module.startswith("torch.")
-
-
 _kept: weakref.WeakKeyDictionary[nn.Module, list[Trace]] = weakref.WeakKeyDictionary()
-_hopeless: dict[Any, list[Trace]] = {}
-"""By class and settings, what came of modules of which no form could be traced: their like are not tried again."""
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_ATOMS = (bool, int, float, str, type(None))
+_known: dict[Any, list[Trace]] = {}
+"""By class and settings, what came of a module: its like are traced no more."""
 
 
 def looked_at(module: nn.Module, cls: type) -> list[Trace]:
@@ -342,58 +337,7 @@ def taken(module: nn.Module, cls: type) -> list[Trace]:
 def forget() -> None:
     """Drops what is kept: modules may change from one patching to the next."""
     _kept.clear()
-    _hopeless.clear()
-
-
-def _kind(module: nn.Module, cls: type, function: types.FunctionType) -> tuple[Any, ...]:
-    """What two modules have in common whose forwards do the same on symbolic values: the settings that code named in
-    the forward could read, theirs and those of the modules below. What is not sure to be the same counts as another."""
-    below = list(module.named_modules(remove_duplicate=False))[1:]
-    names = _named(function, (cls, *dict.fromkeys(type(m) for _, m in below)))
-
-    def settings(m: nn.Module) -> tuple[Any, ...]:
-        own = ((k, _sure(v)) for k, v in vars(m).items() if k in names and k not in _OF_EVERY_MODULE)
-        held = ((n, t is None) for group in (m._parameters, m._buffers, m._modules) for n, t in group.items())
-        return (*own, *held)
-
-    return cls, settings(module), tuple((name, m.training, type(m), settings(m)) for name, m in below)
-
-
-@functools.lru_cache(maxsize=1024)
-def _named(function: types.FunctionType, classes: tuple[type, ...]) -> frozenset[str]:
-    """Every name and string in a function's code, and in the code of what has such a name: in its globals, its
-    closure and these classes."""
-    seen: set[types.CodeType] = set()
-    names: set[str] = set()
-    scopes: list[Mapping[str, Any]] = [function.__globals__]
-    scopes += [vars(c) for cls in classes for c in cls.__mro__ if not c.__module__.startswith("torch.")]
-    pending = [function.__code__, *(c for cell in function.__closure__ or () for c in _codes(cell.cell_contents))]
-    while pending:
-        code = pending.pop()
-        if code in seen:
-            continue
-        seen.add(code)
-        new = {*code.co_names, *(c for c in code.co_consts if type(c) is str)} - names
-        names |= new
-        pending += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-        pending += [c for scope in scopes for n in new if n in scope for c in _codes(scope[n])]
-    return frozenset(names)
-
-
-def _codes(value: Any) -> Iterator[types.CodeType]:
-    for f in (value, *(getattr(value, n, None) for n in ("fget", "__func__", "__wrapped__"))):
-        if isinstance(f, types.FunctionType) and not _is_torch(f):
-            yield f.__code__
-
-
-def _sure(value: Any) -> Any:
-    """A value to compare by; its identity where its contents may be anything."""
-    flat = value.items() if type(value) is dict else value if type(value) in (tuple, list, set, frozenset) else None
-    if type(value) in _ATOMS:
-        return type(value), value
-    if flat is not None and all(type(v) in _ATOMS for e in flat for v in (e if type(value) is dict else (e,))):
-        return repr(value)
-    return id(value)
+    _known.clear()
 
 
 def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[Trace]:
@@ -409,10 +353,10 @@ def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[
     private = next((name for name in list(signature.parameters)[1:] if name.startswith("_")), None)
     if private is not None:  # the generated code's own names start so
         return [Trace({}, True, refused=f"an argument is named {private}")]
-    kind = _kind(module, cls, function)
-    known = None if inline else _hopeless.get(kind)
-    if known is not None:
-        return list(known)
+    kind = (alike.kind(module, cls, function), frozenset(inline))
+    known = _known.get(kind, ())
+    if known and all(alike.holds(read, module, cls) for t in known for read in t.reads.values()):
+        return [t.copy() for t in known]
     asked, outside = scan(function), Outside()
     found: list[Trace] = []
     for training in (True, False):
@@ -434,8 +378,7 @@ def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[
                 if not choices:
                     found.append(Trace(form, training, refused=f"forward branches on {question.name}"))
                 pending += [{**form, question.name: choice} for choice in choices]
-    if not inline and all(t.graph is None for t in found):
-        _hopeless[kind] = found
+    _known[kind] = [t.copy() for t in found]
     return found
 
 
@@ -491,9 +434,10 @@ def _trace(
     except Exception as error:  # whatever a user's forward does on symbolic values is a reason, never a crash
         trace.refused = f"forward fails on symbolic values ({type(error).__name__}: {_in_brief(error)!r})"
     else:
-        trace.graph, trace.reads = tracer.graph, tracer.reads
+        trace.graph = tracer.graph
     finally:
         outside.restore()
+    trace.reads = tracer.reads
     return trace
 
 

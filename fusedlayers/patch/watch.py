@@ -191,8 +191,8 @@ class Watch:
 
     def _setting(self, where: str, owner: Any, chain: tuple[str, ...]) -> None:
         """Notes what `chain` names in a module, class, object, cell or dict, if that is a plain value."""
-        value, named = _reached(owner, chain), ".".join(chain)
-        if chain[-1] in _WRITES and type(_reached(owner, chain[:-1])) in CONTAINERS:
+        value, named = reached(owner, chain), ".".join(chain)
+        if chain[-1] in _WRITES and type(reached(owner, chain[:-1])) in CONTAINERS:
             raise Untraceable(f"forward writes into {named.rpartition('.')[0]}")
         if isinstance(value, (Iterator, random.Random)) and not isinstance(value, types.ModuleType):
             raise Untraceable(f"forward reads {named}, which moves on when it is read")
@@ -205,7 +205,7 @@ class Watch:
 _NOTHING = object()
 
 
-def _reached(value: Any, chain: tuple[str, ...]) -> Any:
+def reached(value: Any, chain: tuple[str, ...]) -> Any:
     """What `chain` names, found without running any code; an object that `plain` refuses when it is not a setting."""
     for name in chain:
         if isinstance(value, dict) and name is chain[0]:
@@ -224,7 +224,7 @@ def _reached(value: Any, chain: tuple[str, ...]) -> Any:
             return _NOTHING
         else:
             own = vars(value)
-            value = own[name] if name in own else _reached(type(value), (name,))
+            value = own[name] if name in own else reached(type(value), (name,))
     return value
 
 

@@ -451,7 +451,7 @@ def test_modules_like_one_that_cannot_be_traced_are_not_tried_again(monkeypatch)
     real, tried = trace._trace, []
     monkeypatch.setattr(trace, "_trace", lambda module, *args: tried.append(module.gated) or real(module, *args))
     found = fl.explain(nn.ModuleList(Branching(gated) for gated in (True, True, False, True, False)))
-    assert tried.count(True) == 2 and tried.count(False) == 4  # in both modes
+    assert tried.count(True) == 2 and tried.count(False) == 2  # in both modes
     assert [r.name for r in found.fused] == ["2.fc", "4.fc"]
     fl.explain(nn.ModuleList([Branching(True)]))
     assert tried.count(True) == 4  # another model may be otherwise
