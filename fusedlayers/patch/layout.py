@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -87,6 +88,8 @@ class _Reading:
             module = effects.child(root, node.target)
             if kind_of_module(module) == "norm" and len(node.args) == 1:
                 return ("norm", self._of(node.args[0]))
+            if isinstance(module, nn.Linear) and len(node.args) == 1:
+                return ("linear", self._of(node.args[0]))
             if not isinstance(getattr(module, "gamma", None), Tensor):  # LayerScale
                 raise _Unknown
             return ("new", self._of(node.args[0]), ())
@@ -116,7 +119,11 @@ def _is_sum(node: Node) -> bool:
 def _ordered(op: Callable[..., Any], tree: Tree) -> Callable[..., Any]:
     """`op` behind its operands as written: one function an op and expression, that blocks may share it."""
 
+    written = _writes(tree)
+
     def ordered(operands: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        if written:
+            args = _as_left((tree,), operands, args)
         return lying(op(*args, **kwargs), tree, operands)
 
     return ordered
@@ -124,13 +131,60 @@ def _ordered(op: Callable[..., Any], tree: Tree) -> Callable[..., Any]:
 
 @functools.cache
 def _ordered_all(op: Callable[..., Any], trees: tuple[tuple[int, Tree], ...]) -> Callable[..., Any]:
+    written = tuple(tree for _, tree in trees if _writes(tree))
+
     def ordered(operands: tuple[Any, ...], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        if written:
+            args = _as_left(written, operands, args)
         found = list(op(*args, **kwargs))
         for at, tree in trees:
             found[at] = lying(found[at], tree, operands)
         return tuple(found)
 
     return ordered
+
+
+def _writes(tree: Tree) -> bool:
+    return isinstance(tree, tuple) and bool(tree) and (tree[0] == "into" or any(map(_writes, tree[1:])))
+
+
+def _as_left(trees: tuple[Tree, ...], operands: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`args`, those that are added in place to a lower dtype in that dtype, which is the sum's own."""
+    dtypes = {t.dtype for t in operands if isinstance(t, Tensor)}
+    if len(dtypes) < 2:
+        return args
+    low: list[tuple[Tensor, torch.dtype]] = []
+    for tree in trees:
+        _dtype(tree, operands, low)
+    return tuple(next((t.to(dtype) for t, dtype in low if t is a), a) for a in args)
+
+
+def _dtype(tree: Tree, operands: tuple[Any, ...], low: list[tuple[Tensor, torch.dtype]]) -> torch.dtype | None:
+    """Of what `tree` says; `low` takes operands that are added in place to something of a lower dtype, and that."""
+    if isinstance(tree, int):
+        return operands[tree].dtype if isinstance(operands[tree], Tensor) else None
+    if not tree:
+        return None
+    kind, *parts = tree
+    found = [_dtype(part, operands, low) for part in (parts[1:] if kind == "drop" else parts)]
+    if kind == "linear" and found[0] is not None:
+        device = next(t.device.type for t in operands if isinstance(t, Tensor))
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else found[0]
+    if kind != "new":
+        if kind == "into" and found[0] is not None:
+            for t in (operands[i] for part in parts[1:] for i in _numbers(part)):
+                if isinstance(t, Tensor) and torch.promote_types(found[0], t.dtype) is not found[0]:
+                    low.append((t, found[0]))
+        return found[0]
+    known = [d for d in found if d is not None]
+    return functools.reduce(torch.promote_types, known) if known else None
+
+
+def _numbers(tree: Tree) -> list[int]:
+    """The operands of what `tree` says."""
+    if isinstance(tree, int):
+        return [tree]
+    return [i for part in tree[1:] for i in _numbers(part)]
 
 
 def lying(y: Any, tree: Tree, operands: tuple[Any, ...]) -> Any:
@@ -179,6 +233,9 @@ def _lies(tree: Tree, lies: tuple[Any, ...], made: Lies) -> Lies:
         active, inner = lies[parts[0]], _lies(parts[1], lies, made)
         return _elementwise([inner]) if active else inner
     found = [_lies(part, lies, made) for part in parts]
+    if kind == "linear":
+        shape = (*found[0][0][:-1], made[0][-1])
+        return shape, _dense(shape, [max(n, 1) for n in shape], list(reversed(range(len(shape)))))
     if kind == "norm":
         return made if found[0][0] == made[0] else _elementwise(found)
     if kind == "new":
@@ -275,8 +332,3 @@ def _order(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
             at -= 1
         placed.insert(at, d)
     return placed
-
-
-def in_order(m: Any, element: str, value: Any, made: Call) -> Call:
-    """Nothing left to do: `as_written` sees to it for every rule."""
-    return made

@@ -11,6 +11,7 @@ from torch import nn
 import fusedlayers as fl
 
 from .models import twin
+from .test_builtin_rules import block as made_of
 
 NCHW, NHWC = torch.contiguous_format, torch.channels_last
 
@@ -176,3 +177,40 @@ def test_what_several_forms_of_call_say_of_one_norm_counts_once():
 
     counts = fl.explain(fl.patch_model(Head())).counts
     assert counts.fused["norm"] <= counts.total["norm"] == 1
+
+
+def test_a_sum_in_place_keeps_the_dtype_of_its_left_operand():
+    """Seen to fail where a fused op gives the wider of the two."""
+
+    def behind_norm(self, x, r):
+        h = self.bn(x)
+        h += r
+        return self.act(h)
+
+    def before_norm(self, x, r):
+        h = x * 1
+        h += self.drop(r)
+        return self.norm(h), h
+
+    low, wide = torch.randn(3, 6, 4, 4).bfloat16(), torch.randn(3, 6, 4, 4)
+    rows, wide_rows = torch.randn(5, 6).bfloat16(), torch.randn(5, 6)
+    models = [
+        (made_of(behind_norm, bn=nn.BatchNorm2d(6).bfloat16(), act=nn.GELU()), (low, wide)),
+        (made_of(behind_norm, bn=nn.BatchNorm2d(6), act=nn.GELU()), (wide, low)),
+        (made_of(before_norm, drop=nn.Dropout(0.5), norm=nn.LayerNorm(6).bfloat16()), (rows, wide_rows)),
+    ]
+    for original, args in models:
+        patched = fl.patch_model(twin(original), on_fallback="raise")
+        assert fl.explain(patched).fused
+        for training in (True, False):
+            found = []
+            for m in (patched, original):
+                given = [t.clone().requires_grad_() for t in args]
+                torch.manual_seed(0)
+                outs = m.train(training)(*given)
+                outs = outs if isinstance(outs, tuple) else (outs,)
+                sum(o.float().square().sum() for o in outs).backward()
+                found.append([*outs, *(t.grad for t in given)])
+            for a, b in zip(*found, strict=True):
+                assert a.dtype == b.dtype
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=4e-2)  # a few ulp: what is added is rounded first

@@ -125,6 +125,22 @@ def test_a_residual_that_broadcasts(shifts):
         torch.testing.assert_close(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_results_lie_in_memory_as_eagers_do(first):
+    """As the left operand of the sum; the result of a Linear has its rows one after another."""
+
+    def forward(self, x):
+        h = self.drop(self.fc(x))
+        s = x + h if first else h + x
+        return self.norm(s), s
+
+    original = model(forward)
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    x = ROWS.transpose(0, 1)
+    for a, b in zip(patched(x), original(x), strict=True):
+        assert a.stride() == b.stride()
+
+
 def test_a_whole_mlp_in_front_stays_one():
     def forward(self, x):
         return self.norm(self.drop(self.fc(F.gelu(self.fc1(x)))) + x)

@@ -34,8 +34,9 @@ def product_norm_act(fc: nn.Module, bn: _BatchNorm, activation: Activation, x: T
 
 @register_rule
 class ProductNormAct(Rule):
-    """`act(bn(fc(x)))`. A norm with no activation behind it may close a branch, whose add it then takes in instead."""
+    """`act(bn(fc(x)))` with a bias in `fc`, a Linear or convolution: its gradient is known to be 0 in training."""
 
+    # no rule of this kind without an activation: such a norm may close a branch, whose add it takes in
     pattern = act("act")(through(leaf("bn", *BATCH_NORMS)(through(leaf("fc", *PRODUCTS)(value("x"))))))
     priority = 12
 

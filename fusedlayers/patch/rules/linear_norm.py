@@ -80,7 +80,7 @@ def _linear_problem(m: Match) -> str | None:
 
 @register_rule
 class LinearDropAddNorm(Rule):
-    """`norm(dropout(fc(x)) + residual)`, where the sum may be read on."""
+    """`norm(dropout(fc(x)) + residual)`, where the sum may be read on: the norm gives the bias of `fc` its gradient."""
 
     pattern = after_dropout(leaf("norm", *NORMS, pins=("_fast_norm",)), leaf("fc", nn.Linear)(value("x")))
     outputs = ("norm", "sum")
@@ -97,7 +97,7 @@ class LinearDropAddNorm(Rule):
 
 @register_rule
 class LinearDropAddNormForProduct(_ForProduct):
-    """Likewise, before a product: under autocast the norm is written in its dtype."""
+    """`norm(dropout(fc(x)) + residual)` before a product: likewise, under autocast in the product's dtype."""
 
     pattern = LinearDropAddNorm.pattern
     outputs = ("norm", "sum")

@@ -1,0 +1,95 @@
+"""Biases whose gradient a norm gives, on a device: sizes that the rules take on themselves."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fusedlayers as fl
+from fusedlayers.patch.rules import linear_norm
+from tests.harness import assert_accurate
+from tests.patch.test_builtin_rules import block
+
+
+def post_norm(self, x):
+    return self.next(self.norm(self.drop(self.fc(x)) + x))
+
+
+def convolution(**options):
+    return nn.Sequential(nn.Conv2d(64, 64, 3, **options), nn.BatchNorm2d(64), nn.ReLU())
+
+
+MODELS = {
+    "dropout": (
+        lambda: block(
+            post_norm, fc=nn.Linear(768, 768), drop=nn.Dropout(0.1), norm=nn.LayerNorm(768), next=nn.Identity()
+        ),
+        (4, 512, 768),
+    ),
+    "dropout-product": (
+        lambda: block(
+            post_norm, fc=nn.Linear(520, 520), drop=nn.Dropout(0.1), norm=nn.LayerNorm(520), next=nn.Linear(520, 64)
+        ),
+        (4, 600, 520),
+    ),
+    "linear": (lambda: nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512), nn.GELU()), (4096, 512)),
+    "convolution": (convolution, (8, 64, 64, 64)),
+}
+
+
+def gradients(model, x, grad, autocast):
+    x = x.detach().clone().requires_grad_()
+    torch.manual_seed(3)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        y = model(x)
+    y.backward(grad.to(y.dtype))
+    return {"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_as_accurate_as_eager(name, autocast, device, monkeypatch):
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    original = make().to(device)
+    x = torch.randn(shape, device=device)
+    patched = fl.patch_model(copy.deepcopy(original), on_fallback="raise")
+    asked = []
+    right = linear_norm.may_leave_bias
+    for rules in (linear_norm, __import__("fusedlayers.patch.rules.linear_batch_norm", fromlist=["x"])):
+        monkeypatch.setattr(rules, "may_leave_bias", lambda *t: asked.append(right(*t)) or asked[-1])
+    grad = torch.randn_like(original(x))
+    fused, plain = (gradients(copy.deepcopy(m), x, grad, autocast) for m in (patched, original))
+    assert asked == [True]
+    bias = "fc.bias" if "dropout" in name else "0.bias"
+    if "dropout" not in name:
+        # what is left in eager is rounding: none is nearer to none
+        assert not fused.pop(bias).any()
+        plain.pop(bias)
+    # eager's mask, whose dtype a float64 twin would not draw: it is taken from what eager made of ones
+    exact = gradients(_exact(original, x), x.double(), grad.double(), False)
+    for key, value in plain.items():
+        assert fused[key].dtype == value.dtype and fused[key].stride() == value.stride()
+        assert_accurate(fused[key], value, exact[key], key)
+
+
+def _exact(original, x):
+    """The model in float64; its dropout gives the mask that `original` draws for x."""
+    model = copy.deepcopy(original).double()
+    if hasattr(model, "drop"):
+        torch.manual_seed(3)
+        kept = nn.functional.dropout(torch.ones_like(x), original.drop.p) != 0
+        model.drop = _Masked(kept, original.drop.p)
+    return model
+
+
+class _Masked(nn.Module):
+    def __init__(self, kept, p):
+        super().__init__()
+        self.kept, self.p = kept, p
+
+    def forward(self, x):
+        return x * self.kept / (1 - self.p)
