@@ -97,7 +97,7 @@ class LinearDropAddNorm(Rule):
 
 @register_rule
 class LinearDropAddNormForProduct(_ForProduct):
-    """`norm(dropout(fc(x)) + residual)` before a product: likewise, under autocast in the product's dtype."""
+    """`next(norm(dropout(fc(x)) + residual))`: `linear_drop_add_norm`, under autocast in the dtype of `next`."""
 
     pattern = LinearDropAddNorm.pattern
     outputs = ("norm", "sum")
