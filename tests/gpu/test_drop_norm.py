@@ -197,7 +197,7 @@ def test_a_patched_network_draws_as_the_original(low, device):
 
     expected, end = drawn(step)
     fl.patch_model(model, on_fallback="raise")
-    assert [r.rule for r in fl.explain(model).fused][-1] == "drop_add_norm"
+    assert [r.rule for r in fl.explain(model).fused][-1] == "linear_drop_add_norm"
     got, ours = drawn(step)
     assert ours == end
     bound = 1e-4 if low is torch.float32 else 3e-2
