@@ -12,7 +12,7 @@ from ..ops import _route
 from . import effects, rewrite, trace
 from .filters import Filters
 from .guards import MARK, STATE, is_patched, original_class
-from .records import Counts, Found
+from .records import Counts, Found, kind_of_module
 from .report import PatchReport, Record
 from .rewrite import Rewritten
 from .rule import Rule
@@ -123,12 +123,18 @@ def report(model: nn.Module, planned: Sequence[Planned]) -> PatchReport:
     made.dropouts = sum("drop" in type(m).__name__.lower() for m in model.modules())
     made.failures = dict(_route.failures)
     called: list[Record] = []  # what is said of a layer in its container's place
+    whole: set[str] = set()  # what is replaced as a whole
+    missed: set[str] = set()  # what a larger rule in a container would have taken in
 
     def add(name: str, found: Found, overruled: str | None = None) -> None:
         said = record(name, found, overruled)
         made.add(said)
         if found.kind and found.members != ((),):
             called.append(said)
+        elif said.status == "skipped" and said.rule:
+            missed.update(said.modules)
+        elif said.status != "skipped" and found.members[:1] == ((),):
+            whole.add(name)
 
     by_module = {id(p.module): p for p in planned}
     for name, module in model.named_modules():
@@ -149,14 +155,20 @@ def report(model: nn.Module, planned: Sequence[Planned]) -> PatchReport:
             if made.patched:
                 counts.fused = dict.fromkeys(counts.fused, 0)
             made.counts += counts
-    _drop_leaf_doubles(made, called)
+    counted = _drop_leaf_doubles(made, called)
+    for name in (missed & whole) - counted:
+        kind = kind_of_module(model.get_submodule(name))
+        if kind is not None:
+            made.counts.fused[kind] += 1
     return made
 
 
-def _drop_leaf_doubles(made: PatchReport, called: Sequence[Record]) -> None:
-    """A module replaced as a whole is no longer "with nothing to fuse it with" in its container."""
+def _drop_leaf_doubles(made: PatchReport, called: Sequence[Record]) -> set[str]:
+    """A module replaced as a whole is no longer "with nothing to fuse it with" in its container. Gives the counted."""
     fused = {r.modules[0] for r in made.fused}
     doubled = [r for r in called if r.modules[0] in fused and len(r.modules) == 1]
     made.skipped = [r for r in made.skipped if r not in doubled or r.rule]  # what a larger rule has to say stays
-    for kind in {r.modules[0]: r.kind for r in doubled}.values():  # once, whatever several forms of call say of it
+    kinds = {r.modules[0]: r.kind for r in doubled}  # once, whatever several forms of call say of it
+    for kind in kinds.values():
         made.counts.fused[kind] += 1
+    return set(kinds)

@@ -135,12 +135,17 @@ def is_random(node: Node, root: nn.Module) -> bool:
 
 def roots(node: Node, root: nn.Module) -> set[Node]:
     """The values whose memory `node` may share."""
-    if is_fresh(node, root) or node.op in ("placeholder", "get_attr"):
-        return {node}
-    found: set[Node] = {node}
-    first = node.target in _AUGMENTED or (node.op == "call_method" and str(node.target).endswith("_"))
-    for used in node.all_input_nodes[:1] if first else node.all_input_nodes:
-        found |= roots(used, root)
+    found: set[Node] = set()
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if node in found:  # values meet again and again where blocks follow one another
+            continue
+        found.add(node)
+        if is_fresh(node, root) or node.op in ("placeholder", "get_attr"):
+            continue
+        first = node.target in _AUGMENTED or (node.op == "call_method" and str(node.target).endswith("_"))
+        pending += node.all_input_nodes[:1] if first else node.all_input_nodes
     return found
 
 

@@ -73,6 +73,53 @@ def test_the_end_of_a_residual_block():
         check(model, IMAGE, ("batch_norm_act", ("bn1", "relu")), ("batch_norm_add_act", ("bn2", "relu")), *lone)
 
 
+def test_an_identity_between_the_add_and_the_activation():
+    def forward(self, x):
+        return self.act(self.attn(self.norm(x) + x))
+
+    def made(norm, attn):
+        return block(forward, norm=norm, attn=attn, act=nn.ReLU())
+
+    patched = check(made(nn.BatchNorm2d(6), nn.Identity()), IMAGE, ("batch_norm_add_act", ("norm", "act", "attn")))
+    patched.attn = nn.Tanh()
+    with pytest.raises(fl.patch.FallbackError, match="attn has been replaced"):
+        patched(IMAGE)
+    check(made(conv(), nn.Dropout(0.0)), IMAGE, ("add_act", ("act", "attn")))
+    check(made(nn.BatchNorm2d(6), nn.Dropout(0.1)), IMAGE, ("batch_norm_add", ("norm",)))
+    hooked = made(nn.BatchNorm2d(6), nn.Identity())
+    hooked.attn.register_forward_hook(lambda module, args, out: out + 1)
+    assert torch.equal(fl.patch_model(twin(hooked), on_fallback="raise")(IMAGE), twin(hooked)(IMAGE))
+    assert sites(hooked) == []
+    assert [(r.rule, r.modules, r.reason) for r in fl.explain(hooked).reduced] == [
+        ("batch_norm_add", ("norm",), "not batch_norm_add_act: attn has a hook")
+    ]
+
+    def read_twice(self, x):
+        y = self.attn(self.norm(x) + x)
+        return self.act(y) + y
+
+    twice = block(read_twice, norm=nn.BatchNorm2d(6), attn=nn.Identity(), act=nn.ReLU())
+    assert torch.equal(fl.patch_model(twin(twice), on_fallback="raise")(IMAGE), twin(twice)(IMAGE))
+    assert [(r.rule, r.modules) for r in fl.explain(twice).reduced] == [("batch_norm_add", ("norm",))]
+
+
+def test_a_norm_of_a_larger_pattern_that_is_fused_by_itself_is_counted_once():
+    class Norm(nn.BatchNorm2d):
+        pass
+
+    model = block(lambda self, x: self.act(self.norm(x) + x), norm=Norm(6), act=nn.ReLU())
+    assert fl.explain(model).counts.fused["norm"] == 0
+
+    def overwritten(self, x, y):
+        y += self.norm(x)
+        return self.act(y)
+
+    for found in (made := block(overwritten, norm=nn.BatchNorm2d(6), act=nn.ReLU()), fl.patch_model(twin(made))):
+        report = fl.explain(found)
+        assert [(r.rule, r.modules) for r in report.fused] == [("lone_batch_norm", ("norm",))]
+        assert report.counts.fused == {"activation": 0, "norm": 1, "residual": 0}
+
+
 def test_batch_norm_and_add_without_an_activation():
     model = block(lambda self, x: x + self.bn(self.conv(x)), conv=conv(), bn=nn.BatchNorm2d(6))
     check(model, IMAGE, ("batch_norm_add", ("bn",)))

@@ -21,7 +21,7 @@ def add_act(activation: Activation, x: Tensor, residual: Tensor) -> Tensor:
 class AddAct(Rule):
     """`act(x + residual)`."""
 
-    pattern = act("act")(add("sum")(through(value("x")), through(value("residual"))))
+    pattern = act("act")(through(add("sum")(through(value("x")), through(value("residual")))))
     priority = 3
 
     def check(self, m: Match) -> str | None:

@@ -28,7 +28,7 @@ class BatchNormAct(Rule):
 class BatchNormAddAct(Rule):
     """`act(bn(x) + residual)`: the end of a residual block."""
 
-    pattern = act("act")(add("sum")(through(leaf("bn", *BATCH_NORMS)(value("x"))), value("residual")))
+    pattern = act("act")(through(add("sum")(through(leaf("bn", *BATCH_NORMS)(value("x"))), value("residual"))))
     priority = 20
 
     def check(self, m: Match) -> str | None:

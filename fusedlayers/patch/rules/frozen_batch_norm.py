@@ -44,7 +44,7 @@ class FrozenNormAct(Rule):
 class FrozenNormAddAct(Rule):
     """`act(frozen_bn(x) + residual)`: the end of a residual block."""
 
-    pattern = act("act")(add("sum")(through(leaf("bn", FROZEN)(value("x"))), value("residual")))
+    pattern = act("act")(through(add("sum")(through(leaf("bn", FROZEN)(value("x"))), value("residual"))))
     priority = 20
 
     def check(self, m: Match) -> str | None:
