@@ -69,6 +69,8 @@ def kind(module: nn.Module, cls: type, function: types.FunctionType) -> tuple[An
     """What two modules have in common whose forwards do the same on symbolic values: the settings that code named in
     the forward could read, theirs and those of the modules below. What is not sure to be the same counts as another."""
     below = list(module.named_modules(remove_duplicate=False))[1:]
+    if any(map(_answers_itself, {cls, *(type(m) for _, m in below)})):
+        return cls, id(module)
     names = _named(function, (cls, *dict.fromkeys(type(m) for _, m in below)))
 
     def settings(m: nn.Module) -> tuple[Any, ...]:
@@ -77,6 +79,12 @@ def kind(module: nn.Module, cls: type, function: types.FunctionType) -> tuple[An
         return (*own, *held)
 
     return cls, settings(module), tuple((name, m.training, type(m), settings(m)) for name, m in below)
+
+
+def _answers_itself(cls: type) -> bool:
+    """Whether attributes of its modules may come from anywhere."""
+    own = (vars(c) for c in cls.__mro__ if not c.__module__.startswith("torch.") and c is not object)
+    return any("__getattr__" in c or "__getattribute__" in c for c in own)
 
 
 @functools.lru_cache(maxsize=1024)

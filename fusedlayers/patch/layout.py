@@ -122,23 +122,26 @@ def _ordered(op: Callable[..., Any], tree: Tree) -> Callable[..., Any]:
     written = _writes(tree)
 
     def ordered(operands: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        late = None
         if written:
-            args = _as_left((tree,), operands, args)
-        return lying(op(*args, **kwargs), tree, operands)
+            args, (late,) = _as_left((tree,), operands, args)
+        found = op(*args, **kwargs)
+        return lying(found if late is None else found.to(late), tree, operands)
 
     return ordered
 
 
 @functools.cache
 def _ordered_all(op: Callable[..., Any], trees: tuple[tuple[int, Tree], ...]) -> Callable[..., Any]:
-    written = tuple(tree for _, tree in trees if _writes(tree))
+    written = any(_writes(tree) for _, tree in trees)
 
     def ordered(operands: tuple[Any, ...], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        late: list[torch.dtype | None] = [None] * len(trees)
         if written:
-            args = _as_left(written, operands, args)
+            args, late = _as_left([tree for _, tree in trees], operands, args)
         found = list(op(*args, **kwargs))
-        for at, tree in trees:
-            found[at] = lying(found[at], tree, operands)
+        for (at, tree), dtype in zip(trees, late, strict=True):
+            found[at] = lying(found[at] if dtype is None else found[at].to(dtype), tree, operands)
         return tuple(found)
 
     return ordered
@@ -148,43 +151,56 @@ def _writes(tree: Tree) -> bool:
     return isinstance(tree, tuple) and bool(tree) and (tree[0] == "into" or any(map(_writes, tree[1:])))
 
 
-def _as_left(trees: tuple[Tree, ...], operands: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`args`, those that are added in place to a lower dtype in that dtype, which is the sum's own."""
-    dtypes = {t.dtype for t in operands if isinstance(t, Tensor)}
-    if len(dtypes) < 2:
-        return args
+def _as_left(
+    trees: Sequence[Tree], operands: tuple[Any, ...], args: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], list[torch.dtype | None]]:
+    """A sum in place has its left operand's dtype: `args`, with what is added in that dtype, and the dtypes that results
+    are to be cast to, where what is added is made by the fused op itself."""
+    if len({t.dtype for t in operands if isinstance(t, Tensor)}) < 2:
+        return args, [None] * len(trees)
     low: list[tuple[Tensor, torch.dtype]] = []
+    late: list[torch.dtype | None] = []
     for tree in trees:
-        _dtype(tree, operands, low)
-    return tuple(next((t.to(dtype) for t, dtype in low if t is a), a) for a in args)
+        made: list[torch.dtype] = []
+        dtype = _dtype(tree, operands, low, made)
+        late.append(dtype if made else None)
+    return tuple(next((t.to(dtype) for t, dtype in low if t is a), a) for a in args), late
 
 
-def _dtype(tree: Tree, operands: tuple[Any, ...], low: list[tuple[Tensor, torch.dtype]]) -> torch.dtype | None:
-    """Of what `tree` says; `low` takes operands that are added in place to something of a lower dtype, and that."""
+def _dtype(
+    tree: Tree, operands: tuple[Any, ...], low: list[tuple[Tensor, torch.dtype]], made: list[torch.dtype]
+) -> torch.dtype | None:
+    """Of what `tree` says. `low` takes operands that are added in place to something of a lower dtype, and that; `made`
+    the dtypes of what is no operand."""
     if isinstance(tree, int):
         return operands[tree].dtype if isinstance(operands[tree], Tensor) else None
     if not tree:
         return None
     kind, *parts = tree
-    found = [_dtype(part, operands, low) for part in (parts[1:] if kind == "drop" else parts)]
-    if kind == "linear" and found[0] is not None:
-        device = next(t.device.type for t in operands if isinstance(t, Tensor))
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else found[0]
+    parts = parts[1:] if kind == "drop" else parts
+    found = [_dtype(part, operands, low, made) for part in parts]
+    if kind == "into" and found[0] is not None:
+        for part, dtype in zip(parts[1:], found[1:], strict=True):
+            wide = found[0] if dtype is None else torch.promote_types(found[0], dtype)
+            if not torch.can_cast(wide, found[0]):
+                torch.empty((), dtype=found[0]).add_(torch.empty((), dtype=dtype))  # raises what eager does
+            elif wide is not found[0]:
+                operand = _operand(part)
+                if operand is None:
+                    made.append(dtype)
+                else:
+                    low.append((operands[operand], found[0]))
     if kind != "new":
-        if kind == "into" and found[0] is not None:
-            for t in (operands[i] for part in parts[1:] for i in _numbers(part)):
-                if isinstance(t, Tensor) and torch.promote_types(found[0], t.dtype) is not found[0]:
-                    low.append((t, found[0]))
         return found[0]
     known = [d for d in found if d is not None]
     return functools.reduce(torch.promote_types, known) if known else None
 
 
-def _numbers(tree: Tree) -> list[int]:
-    """The operands of what `tree` says."""
-    if isinstance(tree, int):
-        return [tree]
-    return [i for part in tree[1:] for i in _numbers(part)]
+def _operand(tree: Tree) -> int | None:
+    """The operand that `tree` is, dropped or not."""
+    while isinstance(tree, tuple) and tree and tree[0] == "drop":
+        tree = tree[2]
+    return tree if isinstance(tree, int) else None
 
 
 def lying(y: Any, tree: Tree, operands: tuple[Any, ...]) -> Any:

@@ -104,3 +104,34 @@ def test_nothing_is_kept_from_one_patching_to_the_next():
     copy.deepcopy(model)
     assert not trace._known
     assert not len(trace._kept)
+
+
+class Asked(nn.Module):
+    """Its settings are no attributes: what answers for them is its own."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.settings, self.fc = {"mode": mode}, nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.fc(x)
+        return torch.relu(h) if self.mode == "relu" else torch.tanh(h)
+
+
+class ByGetattr(Asked):
+    def __getattr__(self, name):
+        settings = self.__dict__.get("settings", {})
+        return settings[name] if name in settings else super().__getattr__(name)
+
+
+class ByGetattribute(Asked):
+    def __getattribute__(self, name):
+        return object.__getattribute__(self, "settings")["mode"] if name == "mode" else super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("kind", [ByGetattr, ByGetattribute])
+def test_layers_that_answer_by_code_of_their_own(kind):
+    x, model = torch.randn(3, 4), Blocks(kind("relu"), kind("tanh"))
+    expected = model(x)
+    for a, b in zip(fl.patch_model(model)(x), expected, strict=True):
+        torch.testing.assert_close(a, b)

@@ -192,11 +192,17 @@ def test_a_sum_in_place_keeps_the_dtype_of_its_left_operand():
         h += self.drop(r)
         return self.norm(h), h
 
+    def norm_onto(self, x, r):
+        h = x * 1
+        h += self.bn(r)
+        return self.act(h), *(b.clone() for b in self.bn.buffers())
+
     low, wide = torch.randn(3, 6, 4, 4).bfloat16(), torch.randn(3, 6, 4, 4)
     rows, wide_rows = torch.randn(5, 6).bfloat16(), torch.randn(5, 6)
     models = [
         (made_of(behind_norm, bn=nn.BatchNorm2d(6).bfloat16(), act=nn.GELU()), (low, wide)),
         (made_of(behind_norm, bn=nn.BatchNorm2d(6), act=nn.GELU()), (wide, low)),
+        (made_of(norm_onto, bn=nn.BatchNorm2d(6), act=nn.GELU()), (low, wide)),
         (made_of(before_norm, drop=nn.Dropout(0.5), norm=nn.LayerNorm(6).bfloat16()), (rows, wide_rows)),
     ]
     for original, args in models:
@@ -214,3 +220,17 @@ def test_a_sum_in_place_keeps_the_dtype_of_its_left_operand():
             for a, b in zip(*found, strict=True):
                 assert a.dtype == b.dtype
                 torch.testing.assert_close(a, b, rtol=2e-2, atol=4e-2)  # a few ulp: what is added is rounded first
+
+
+def test_a_sum_in_place_that_no_cast_allows_raises_as_eager_does():
+    def forward(self, x, r):
+        h = r * 1
+        h += x
+        return self.act(h)
+
+    original = made_of(forward, act=nn.ReLU())
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    assert fl.explain(patched).fused
+    for m in (patched, original):
+        with pytest.raises(RuntimeError, match="result type Float can't be cast to the desired output type Long"):
+            m(torch.randn(3, 4), torch.ones(3, 4, dtype=torch.int64))

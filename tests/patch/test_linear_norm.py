@@ -335,3 +335,56 @@ def test_batch_norm_transforms_and_compile_see_the_plain_layer(product):
         found.append(torch.func.grad(loss)(params))
     for name, grad in found[1].items():
         torch.testing.assert_close(found[0][name], grad, rtol=1e-4, atol=1e-4)
+
+
+OTHER_DIMS = {
+    "linear over time": (lambda: nn.Linear(6, 5), lambda: nn.BatchNorm1d(4), torch.randn(9, 4, 6)),
+    "linear over as many": (lambda: nn.Linear(6, 6), lambda: nn.BatchNorm1d(6), torch.randn(9, 6, 6)),
+    "linear over images": (lambda: nn.Linear(6, 5), lambda: nn.BatchNorm2d(4), torch.randn(2, 4, 3, 6)),
+    "one row": (lambda: nn.Conv1d(6, 5, 3), lambda: nn.BatchNorm1d(7), torch.randn(6, 9)),
+    "one image": (lambda: nn.Conv2d(6, 5, 3), lambda: nn.BatchNorm1d(7), torch.randn(6, 9, 9)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_DIMS)
+def test_biases_along_another_dim_than_the_norms(name):
+    """Seen to fail with gradients of 0, and of the wrong size."""
+    fc, bn, x = OTHER_DIMS[name]
+    original = block(normed, fc=fc(), bn=bn(), act=nn.GELU())
+    patched = fl.patch_model(twin(original), on_fallback="raise")
+    assert sites(patched) == [("product_norm_act", ("fc", "bn", "act"))]
+    grad = torch.randn_like(original(x))
+    patched(x)
+    for m in (patched, original):
+        m(x).backward(grad)
+    for a, b in zip(patched.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
+def test_sums_in_place_are_left_to_the_rule_for_less(low, autocast):
+    """In the dtype of their left operand: of the Linear's result, or of what that is added to."""
+
+    def into_product(self, x, r):
+        h = self.drop(self.fc(x))
+        h += r
+        return self.norm(h.float()), h
+
+    def onto_product(self, x, r):
+        r = r * 1
+        r += self.drop(self.fc(x))
+        return self.norm(r), r
+
+    for forward in (into_product, onto_product):
+        original = model(forward, norm=nn.LayerNorm(6, elementwise_affine=False))
+        patched = fl.patch_model(twin(original), on_fallback="raise")
+        assert "linear_drop_add_norm" not in [rule for rule, _ in sites(patched)]
+        found = []
+        for m in (patched, original):
+            torch.manual_seed(3)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                found.append(m(ROWS, ROWS.to(low)))
+        for a, b in zip(*found, strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=4e-2)

@@ -26,7 +26,9 @@ def product_norm_act(fc: nn.Module, bn: _BatchNorm, activation: Activation, x: T
     """`act(bn(fc(x)))`."""
     weight, bias = stored(fc, "weight", "bias")
     of_batch = bn.training or (bn.running_mean is None and bn.running_var is None)
-    shift = bias if of_batch and may_leave_bias(x, weight, bias) and x.numel() >= SMALLEST else None
+    # one bias a channel of the norm: not that of a Linear over a last dim of its own, nor one image without a batch
+    fits = x.dim() == weight.dim() and x.numel() >= SMALLEST
+    shift = bias if of_batch and fits and may_leave_bias(x, weight, bias) else None
     added = bias if shift is None else bias.detach()
     y = F.linear(x, weight, added) if isinstance(fc, nn.Linear) else fc._conv_forward(x, weight, added)
     return batch_norm_act(bn, y, activation, shift=shift)

@@ -73,7 +73,12 @@ def _linear_problem(m: Match) -> str | None:
     """What keeps a match from being one; the rules for less tell what stands in their way as well."""
     if m.fc.module.bias is None or not active(m.drop) or not effects.is_data(m.residual):
         return NO_MATCH
-    fc = dict(m.state.nodes)["fc"]
+    nodes = dict(m.state.nodes)
+    if effects.overwrites(
+        nodes["sum"], m.module
+    ):  # what is added to what decides the dtype: only the rules for less see
+        return NO_MATCH
+    fc = nodes["fc"]
     # a whole MLP in front keeps less, and has its own pass for that bias
     return NO_MATCH if any(True for _ in Mlp.pattern.match(fc, State(m.module))) else None
 
