@@ -154,8 +154,8 @@ def _writes(tree: Tree) -> bool:
 def _as_left(
     trees: Sequence[Tree], operands: tuple[Any, ...], args: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], list[torch.dtype | None]]:
-    """A sum in place has its left operand's dtype: `args`, with what is added in that dtype, and the dtypes that results
-    are to be cast to, where what is added is made by the fused op itself."""
+    """A sum in place has its left operand's dtype: `args`, with what is added in that dtype, and the dtypes that the
+    results are to be cast to, where what is added is made by the fused op itself."""
     if len({t.dtype for t in operands if isinstance(t, Tensor)}) < 2:
         return args, [None] * len(trees)
     low: list[tuple[Tensor, torch.dtype]] = []
