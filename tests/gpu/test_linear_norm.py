@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fusedlayers as fl
-from fusedlayers.patch.rules import linear_norm
+from fusedlayers.patch.rules import linear_batch_norm, linear_norm
 from tests.harness import assert_accurate
 from tests.patch.test_builtin_rules import block
 
@@ -59,17 +59,19 @@ def test_as_accurate_as_eager(name, autocast, device, monkeypatch):
     patched = fl.patch_model(copy.deepcopy(original), on_fallback="raise")
     asked = []
     right = linear_norm.may_leave_bias
-    for rules in (linear_norm, __import__("fusedlayers.patch.rules.linear_batch_norm", fromlist=["x"])):
+    for rules in (linear_norm, linear_batch_norm):
         monkeypatch.setattr(rules, "may_leave_bias", lambda *t: asked.append(right(*t)) or asked[-1])
     grad = torch.randn_like(original(x))
-    fused, plain = (gradients(copy.deepcopy(m), x, grad, autocast) for m in (patched, original))
+    # on a slow host these sizes may be eager's, and the bias's gradient what eager makes of it
+    with fl.settings(route="auto" if "dropout" in name else "triton"):
+        fused = gradients(copy.deepcopy(patched), x, grad, autocast)
+    plain = gradients(copy.deepcopy(original), x, grad, autocast)
     assert asked == [True]
     bias = "fc.bias" if "dropout" in name else "0.bias"
     if "dropout" not in name:
         # what is left in eager is rounding: none is nearer to none
         assert not fused.pop(bias).any()
         plain.pop(bias)
-    # eager's mask, whose dtype a float64 twin would not draw: it is taken from what eager made of ones
     exact = gradients(_exact(original, x), x.double(), grad.double(), False)
     for key, value in plain.items():
         assert fused[key].dtype == value.dtype and fused[key].stride() == value.stride()
