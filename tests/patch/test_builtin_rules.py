@@ -104,9 +104,7 @@ def test_an_identity_between_the_add_and_the_activation():
 
 
 def test_a_norm_of_a_larger_pattern_that_is_fused_by_itself_is_counted_once():
-    class Norm(nn.BatchNorm2d):
-        pass
-
+    Norm = type("Norm", (nn.BatchNorm2d,), {})
     model = block(lambda self, x: self.act(self.norm(x) + x), norm=Norm(6), act=nn.ReLU())
     assert fl.explain(model).counts.fused["norm"] == 0
 
