@@ -12,7 +12,7 @@ from ..ops import _route
 from . import effects, rewrite, trace
 from .filters import Filters
 from .guards import MARK, STATE, is_patched, original_class
-from .records import Counts, Found, kind_of_module
+from .records import Found, kind_of_module
 from .report import PatchReport, Record
 from .rewrite import Rewritten
 from .rule import Rule
@@ -73,14 +73,12 @@ def plan(
         if not any(child is not None for child in module._modules.values()):
             bare.append((name, module))
             continue
-        if id(module) in swallowed:
+        if id(module) in swallowed | opened:  # said already, where its parent's forward takes its layers in
             continue
         rewritten = one(module, rules, _allow(name, filters, only))
         if rewritten is not None:
             swallowed |= _below(module, rewritten.touched)
             opened |= _below(module, rewritten.opened)
-            if id(module) in opened:  # said already, where its parent's forward takes its layers in
-                rewritten = Rewritten([], [], Counts())
             yield Planned(name, module, rewritten)
     targeting = [r for r in rules if r.target is not None]
     for name, module in bare:

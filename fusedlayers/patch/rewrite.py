@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 from torch.fx import Graph
 
-from . import effects, trace
+from . import effects, openings, trace
 from .codegen import Child, Variant
-from .guards import member_problem, original_class
-from .pattern import State, exactly, is_a, may_pass_through
-from .records import Counts, Found, kind_of, kind_of_module
+from .pattern import State, exactly, is_a
+from .records import Counts, Found, kind_of_module
 from .rule import NO_MATCH, Call, Match, Rule
 from .shadow import Path, Untraceable
 from .sites import Allow, Sites, checked, children_of, made_of
@@ -31,7 +30,7 @@ class Rewritten:
     touched: set[Path] = field(default_factory=set)
     """Children that a fused op has swallowed in some variant."""
     opened: set[Path] = field(default_factory=set)
-    """Sequentials whose children are leaves here; their own sites are among these."""
+    """Children whose own children are leaves here; their own sites are among these."""
 
     @property
     def fused(self) -> bool:
@@ -41,44 +40,27 @@ class Rewritten:
 def rewrite(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Allow) -> Rewritten:
     """Everything the pattern rules make of `module`'s own forward.
 
-    Where a Sequential that ends in a norm or a dropout feeds an add or an activation, what closes the Sequential and
-    what follows it belong together: then its children are leaves of this forward too, if that fuses more.
+    Children that end or begin in a part of something larger are opened, their own children leaves of this forward
+    too, if that fuses more.
     """
     traced = trace.taken(module, cls)
-    tails = {path for t in traced if t.graph is not None for path in _open_tails(t.graph, module)}
+    graphs = [t.graph for t in traced if t.graph is not None]
+    tails, pairs = openings.tails(graphs, module), openings.pairs(graphs, module)
     found = _rewrite(module, cls, rules, allow, traced)
     if tails:
         opened = _rewrite(module, cls, rules, allow, trace.traces(module, cls, tails), tails)
         if opened.counts.fused["residual"] > found.counts.fused["residual"]:
             return opened
+    if pairs:
+        again = trace.traces(module, cls, pairs)
+        opened = _rewrite(module, cls, rules, allow, again, pairs)
+        if all(t.graph is not None for t in again) and any(map(_spans_children, opened.found)):
+            return opened
     return found
 
 
-def _open_tails(graph: Graph, module: nn.Module) -> Iterator[Path]:
-    """Paths of plain Sequentials whose last layer may be fused with the add that reads them."""
-    for node in graph.nodes:
-        if kind_of(node, module) != "residual":
-            continue
-        for source in node.args:
-            while may_pass_through(source, module):
-                source = source.args[0]
-            if source.op != "call_module" or len(source.users) != 1:
-                continue
-            path: Path = tuple(source.target.split("."))
-            opened = []
-            child = effects.child(module, source.target)
-            while _is_sequential(child):
-                opened.append(path)
-                last = next(reversed(child._modules))
-                path, child = (*path, last), child._modules[last]
-            if isinstance(child, (nn.modules.batchnorm._BatchNorm, nn.Dropout)):
-                yield from opened
-
-
-def _is_sequential(module: nn.Module | None) -> bool:
-    if not isinstance(module, nn.Sequential) or not module._modules:
-        return False
-    return original_class(module).forward is nn.Sequential.forward and member_problem(module, "") is None
+def _spans_children(found: Found) -> bool:
+    return found.status != "skipped" and len({path[0] for path in found.members if path}) > 1
 
 
 def _rewrite(

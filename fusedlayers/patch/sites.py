@@ -62,7 +62,7 @@ class Sites:
         return found
 
     def variant(self, opened: Sequence[Child]) -> Variant:
-        """`opened` are Sequentials whose own forward does not run, so that nothing may be hooked to it."""
+        """`opened` are children whose own forward does not run, so that nothing may be hooked to it."""
         reads = list(self.traced.reads.values())
         members = [*opened, *self.members.values()]
         return Variant(self.traced.form, self.traced.training, self.graph, reads, members, self.fused)

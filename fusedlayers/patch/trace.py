@@ -16,8 +16,9 @@ import sys
 import textwrap
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,6 +51,9 @@ class Exactly:
 
     value: Any
 
+
+Inline = Mapping[Path, Any]
+"""Paths of children that are not leaves, and the forward of each."""
 
 Form = Mapping[str, Any]
 """Argument name to NONE, GIVEN, TENSOR, LIST, EMPTY or Exactly; arguments not named may be anything."""
@@ -146,7 +150,7 @@ class _Tracer(TracerBase):
         function: types.FunctionType,
         form: dict[str, Any],
         training: bool,
-        inline: Collection[Path],
+        inline: Inline,
     ):
         self.graph = Graph()
         self.module, self.cls, self.function = module, cls, function
@@ -168,7 +172,8 @@ class _Tracer(TracerBase):
 
     def call(self, shadow: Any, path: Path, args: tuple, kwargs: dict[str, Any]) -> Any:
         if path in self.inline:
-            return nn.Sequential.forward(shadow, *args, **kwargs)
+            function = self.inline[path]
+            return (function if is_torch(function) else self.method(function))(shadow, *args, **kwargs)
         frame = sys._getframe(2)
         while frame is not None and frame.f_code is not _trace.__code__:
             module = frame.f_globals.get("__name__", "")
@@ -340,10 +345,10 @@ def forget() -> None:
     _known.clear()
 
 
-def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[Trace]:
+def traces(module: nn.Module, cls: type, inline: Inline = MappingProxyType({})) -> list[Trace]:
     """All call forms of `module`'s forward (of class `cls`), each for training and for evaluation.
 
-    Children at the paths in `inline`, which must be plain Sequentials, are not leaves: their children are.
+    Children at the paths in `inline` are not leaves: their children are.
     """
     try:
         function = forward_of(cls).function
@@ -353,7 +358,7 @@ def traces(module: nn.Module, cls: type, inline: Collection[Path] = ()) -> list[
     private = next((name for name in list(signature.parameters)[1:] if name.startswith("_")), None)
     if private is not None:  # the generated code's own names start so
         return [Trace({}, True, refused=f"an argument is named {private}")]
-    kind = (alike.kind(module, cls, function), frozenset(inline))
+    kind = (alike.kind(module, cls, function), frozenset(inline.items()))
     known = _known.get(kind, ())
     if known and all(alike.holds(read, module, cls) for t in known for read in t.reads.values()):
         return [t.copy() for t in known]
@@ -407,7 +412,7 @@ def _trace(
     signature: inspect.Signature,
     form: dict[str, Any],
     training: bool,
-    inline: Collection[Path],
+    inline: Inline,
     outside: Outside,
 ) -> Trace:
     form = dict(form)

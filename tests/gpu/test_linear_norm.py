@@ -22,7 +22,22 @@ def convolution(**options):
     return nn.Sequential(nn.Conv2d(64, 64, 3, **options), nn.BatchNorm2d(64), nn.ReLU())
 
 
+def post_norm_mlp(self, x):
+    return self.norm(self.drop(self.fc(self.act(self.fc1(x)))) + x)
+
+
 MODELS = {
+    "dropout-mlp": (
+        lambda: block(
+            post_norm_mlp,
+            fc1=nn.Linear(768, 3072),
+            act=nn.GELU(),
+            fc=nn.Linear(3072, 768),
+            drop=nn.Dropout(0.1),
+            norm=nn.LayerNorm(768),
+        ),
+        (4, 512, 768),
+    ),
     "dropout": (
         lambda: block(
             post_norm, fc=nn.Linear(768, 768), drop=nn.Dropout(0.1), norm=nn.LayerNorm(768), next=nn.Identity()

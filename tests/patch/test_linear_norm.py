@@ -1,4 +1,6 @@
-"""`norm(dropout(fc(x)) + residual)` and `act(bn(fc(x)))`: the gradient of the bias of `fc` comes from the norm."""
+"""`norm(dropout(fc(x)) + residual)`, with an MLP for `fc` too, and `act(bn(fc(x)))`: the gradient of the bias of `fc`
+comes from the norm.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,15 @@ ROWS = torch.randn(4, 7, 6)
 def post_norm(self, x):
     """BERT's output layers."""
     return self.norm(self.drop(self.fc(x)) + x)
+
+
+def post_norm_mlp(self, x):
+    return self.norm(self.drop(self.fc(F.gelu(self.fc1(x)))) + x)
+
+
+@pytest.fixture(params=["linear", "mlp"])
+def original(request) -> nn.Module:
+    return model() if request.param == "linear" else model(post_norm_mlp, fc1=nn.Linear(6, 6))
 
 
 def model(forward=post_norm, **children) -> nn.Module:
@@ -126,12 +137,10 @@ def test_results_lie_in_memory_as_eagers_do(first):
         assert a.stride() == b.stride()
 
 
-def test_a_whole_mlp_in_front_stays_one():
-    def forward(self, x):
-        return self.norm(self.drop(self.fc(F.gelu(self.fc1(x)))) + x)
-
-    patched = fl.patch_model(model(forward, fc1=nn.Linear(6, 6)))
-    assert [rule for rule, _ in sites(patched)] == ["mlp", "drop_add_norm"]
+def test_a_whole_mlp_in_front():
+    original = model(post_norm_mlp, fc1=nn.Linear(6, 6))
+    patched = check(original, ROWS, ("mlp_drop_add_norm", ("fc1", "fc", "drop", "norm")))
+    assert "(1/1 norms, 1/1 adds, 1/1 activations)" in str(fl.explain(patched))
 
 
 def test_a_result_that_is_read_on_is_left_to_the_rule_for_less():
@@ -144,8 +153,7 @@ def test_a_result_that_is_read_on_is_left_to_the_rule_for_less():
     assert sites(patched, "reduced") == [("drop_add_norm", ("drop", "norm"))]
 
 
-def test_gradients_of_every_parameter_and_input():
-    original = model()
+def test_gradients_of_every_parameter_and_input(original):
     patched = fl.patch_model(twin(original), on_fallback="raise")
     for frozen in ((), ("fc.weight",), ("norm.weight", "norm.bias"), ("fc.weight", "norm.weight", "norm.bias")):
         for m in (patched, original):
@@ -165,9 +173,9 @@ def test_gradients_of_every_parameter_and_input():
                     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_hooks():
+def test_hooks(original):
     """On the bias one that is told once; on the Linear one that keeps it out, at once and later."""
-    patched = fl.patch_model(model(), on_fallback="ignore")
+    patched = fl.patch_model(original, on_fallback="ignore")
     seen = []
     patched.fc.bias.register_hook(seen.append)
     patched.fc.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
@@ -181,8 +189,8 @@ def test_hooks():
     assert sites(fl.patch_model(hooked), "reduced") == [("drop_add_norm", ("drop", "norm"))]
 
 
-def test_gradients_of_gradients():
-    original = model().double()
+def test_gradients_of_gradients(original):
+    original.double()
     patched = fl.patch_model(twin(original), on_fallback="raise")
     found = []
     for m in (patched, original):
@@ -196,8 +204,7 @@ def test_gradients_of_gradients():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(reentrant):
-    original = model()
+def test_checkpointing(reentrant, original):
     patched = fl.patch_model(twin(original), on_fallback="raise")
     for m in (patched, original):
         x = ROWS.clone().requires_grad_()
@@ -207,8 +214,8 @@ def test_checkpointing(reentrant):
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_transforms_and_compile_see_the_plain_layer(joined):
-    original = model(drop=nn.Dropout(1e-9))
+def test_transforms_and_compile_see_the_plain_layer(joined, original):
+    original.drop.p = 1e-9
     patched = fl.patch_model(twin(original), on_fallback="raise")
     found = []
     for m in (patched, original):
@@ -227,8 +234,7 @@ def test_transforms_and_compile_see_the_plain_layer(joined):
     assert all(shift is None for _, shift in joined)
 
 
-def test_a_forced_reference_route_is_right_too():
-    original = model()
+def test_a_forced_reference_route_is_right_too(original):
     patched = fl.patch_model(twin(original), on_fallback="raise")
     with fl.settings(route="reference"):
         assert_same(copy.deepcopy(patched).eval(), copy.deepcopy(original).eval(), ROWS)

@@ -1,7 +1,7 @@
-"""A Linear, the dropout and the residual add behind it, and their norm: the end of a block as BERT writes it.
+"""A Linear or an MLP, the dropout and the residual add behind it, and their norm: a block's ends as BERT writes them.
 
-The product stays the library's, and autograd's. Only the gradient of its bias, for which eager reads the gradient of
-the product's result once more, comes from the norm's backward, which sums that up while it writes it.
+The products stay what they are. Only the gradient of the last bias, for which eager reads the gradient of the product's
+result once more, comes from the norm's backward, which sums that up while it writes it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ... import functional as fused
+from ...activations import Activation
 from ...nn._children import stored
 from ...ops import _route
 from ...settings import settings
@@ -52,10 +54,29 @@ def linear_drop_add_low_norm(
 def _product(fc: nn.Linear, x: Tensor, residual: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
     """`fc(x)`, and its bias where that is left to the norm to have a gradient."""
     weight, bias = stored(fc, "weight", "bias")
-    leave = p and may_leave_bias(x, weight, bias) and residual.numel() >= SMALLEST
-    if leave and residual.shape == (*x.shape[:-1], weight.shape[0]):
+    if _leaves_bias(x, weight, bias, residual, p):
         return F.linear(x, weight, bias.detach()), bias
     return F.linear(x, weight, bias), None
+
+
+def mlp_drop_add_norm(
+    fc1: nn.Linear, activation: Activation, fc2: nn.Linear, layer: Any, x: Tensor, residual: Tensor,
+    drop: nn.Module | float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The norm of `drop(fc2(activation(fc1(x)))) + residual`, and that sum."""
+    p = rate(drop)
+    first, (weight, bias) = stored(fc1, "weight", "bias"), stored(fc2, "weight", "bias")
+    if _leaves_bias(x, weight, bias, residual, p):
+        y = fused.mlp(x, *first, weight, bias.detach(), activation)
+        return dropped_norm(layer, y, residual, p, shift=bias)
+    return drop_add_norm(layer, fused.mlp(x, *first, weight, bias, activation), residual, drop)
+
+
+def _leaves_bias(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> bool:
+    """Whether the norm of `drop(x @ ... @ weight.T + bias) + residual` is to give the bias its gradient."""
+    if not p or not may_leave_bias(x, weight, bias):
+        return False
+    return residual.numel() >= SMALLEST and residual.shape == (*x.shape[:-1], weight.shape[0])
 
 
 def may_leave_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -79,7 +100,7 @@ def _linear_problem(m: Match) -> str | None:
     ):  # what is added to what decides the dtype: only the rules for less see
         return NO_MATCH
     fc = nodes["fc"]
-    # a whole MLP in front keeps less, and has its own pass for that bias
+    # a whole MLP in front keeps less
     return NO_MATCH if any(True for _ in Mlp.pattern.match(fc, State(m.module))) else None
 
 
@@ -98,6 +119,25 @@ class LinearDropAddNorm(Rule):
 
     def fuse(self, m: Match) -> Call:
         return m.call(linear_drop_add_norm, m.fc, m.norm, m.x, m.residual, m.drop)
+
+
+@register_rule
+class MlpDropAddNorm(Rule):
+    """`norm(dropout(fc2(act(fc1(x)))) + residual)`, where the sum may be read on."""
+
+    pattern = after_dropout(leaf("norm", *NORMS, pins=("_fast_norm",)), Mlp.pattern)
+    outputs = ("norm", "sum")
+    priority = 28
+    random = True
+
+    def check(self, m: Match) -> str | None:
+        sum_ = dict(m.state.nodes)["sum"]
+        if not active(m.drop) or not effects.is_data(m.residual) or effects.overwrites(sum_, m.module):
+            return NO_MATCH
+        return NO_MATCH if _obstacle(m.norm.module) else None
+
+    def fuse(self, m: Match) -> Call:
+        return m.call(mlp_drop_add_norm, m.fc1, m.act, m.fc2, m.norm, m.x, m.residual, m.drop)
 
 
 @register_rule
