@@ -86,7 +86,7 @@ def _graphs(module: nn.Module | None) -> list[Graph]:
 
 def _ends_in_activation(module: nn.Module | None) -> bool:
     graphs = _graphs(module)
-    ends = [next(reversed(graph.nodes)).args[0] for graph in graphs]
+    ends = [list(graph.nodes)[-1].args[0] for graph in graphs]
     return bool(graphs) and all(isinstance(end, Node) and activation_of(end, module) is not None for end in ends)
 
 
