@@ -50,35 +50,24 @@ def _summed(base, n, K, N, BK: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["K"])
-def sum_partials(partial_ptr, first_ptr, second_ptr, K, N, FROM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
-    """`partial_ptr` (2, K, N) -> `first_ptr` (N,), `second_ptr` (N,), each in its own dtype, from output `FROM` on.
+def sum_partials(
+    partial_ptr, first_ptr, second_ptr, third_ptr, K, N, FROM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr
+):
+    """`partial_ptr` (2, K, N), or (3, K, N) with a third output -> `first_ptr`, `second_ptr`, `third_ptr` (N,), each in
+    its own dtype, from output `FROM` on.
 
-    Blocks (cdiv(N, BN), outputs). Reads 2*K*N elements of the compute dtype, writes 2*N.
+    Blocks (cdiv(N, BN), outputs). Reads K*N elements of the compute dtype an output, writes N.
     """
     which = tl.program_id(1) + FROM
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    result = _summed(partial_ptr + which.to(tl.int64) * K * N, n, K, N, BK, BN)
-    if first_ptr is not None and which == 0:
-        tl.store(first_ptr + n, result.to(first_ptr.dtype.element_ty), mask=n < N)
-    if second_ptr is not None and which == 1:
-        tl.store(second_ptr + n, result.to(second_ptr.dtype.element_ty), mask=n < N)
-
-
-@triton.jit(do_not_specialize_on_alignment=["K"])
-def sum_three(
-    partial_ptr, first_ptr, second_ptr, third_ptr, K, N, FROM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr
-):
-    """`sum_partials` of `partial_ptr` (3, K, N), the third output always there."""
-    which = tl.program_id(1) + FROM
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    if second_ptr is None:  # between two outputs that are there: nothing was written for it
+    if second_ptr is None and third_ptr is not None:  # between two that are there: nothing was written for it
         n = tl.where(which == 1, N, n)
     result = _summed(partial_ptr + which.to(tl.int64) * K * N, n, K, N, BK, BN)
     if first_ptr is not None and which == 0:
         tl.store(first_ptr + n, result.to(first_ptr.dtype.element_ty), mask=n < N)
     if second_ptr is not None and which == 1:
         tl.store(second_ptr + n, result.to(second_ptr.dtype.element_ty), mask=n < N)
-    if which == 2:
+    if third_ptr is not None and which == 2:
         tl.store(third_ptr + n, result.to(third_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -94,10 +83,10 @@ def finisher(
     K: int, N: int, partial: torch.dtype, first: torch.dtype | None, second: torch.dtype | None,
     third: torch.dtype | None = None,
 ) -> Launch:  # fmt: skip
-    """The launch of `finish`, its pointers the same, for ops that keep it; a third output takes three partial sums."""
+    """The launch of `finish`, its pointers the same, for ops that keep it; a third output is one pointer more."""
     bn = min(next_power_of_2(N), 32)  # 128 bytes; few columns a block, or too few blocks share the work
     bk = 4096 // bn  # whatever K is, which goes with the batch: another length of a sequence is no other kernel
     begin = next(i for i, output in enumerate((first, second, third)) if output is not None)
     end = 3 if third is not None else 2 if second is not None else 1
-    kernel = sum_partials if third is None else sum_three
-    return Launch(kernel, (cdiv(N, bn), end - begin), (K, N, begin, bk, bn))
+    absent = (None,) if third is None else ()  # the pointer that is not given
+    return Launch(sum_partials, (cdiv(N, bn), end - begin), (*absent, K, N, begin, bk, bn))
