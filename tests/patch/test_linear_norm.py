@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.ops import _route
-from fusedlayers.patch.rules import linear_batch_norm, linear_norm
+from fusedlayers.patch.rules import _left_bias, linear_batch_norm, linear_norm
 
 from .models import assert_same, twin
 from .test_builtin_rules import block, check, sites
@@ -46,7 +46,7 @@ def on_every_size(monkeypatch):
     """As on a device, and on results of any size; the op itself then runs as it does on a CPU."""
     for rules in (linear_norm, linear_batch_norm):
         monkeypatch.setattr(rules, "SMALLEST", 0)
-    monkeypatch.setattr(linear_norm, "_kernels_take", lambda *tensors: True)
+    monkeypatch.setattr(_left_bias, "_kernels_take", lambda *tensors: True)
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(6), nn.LayerNorm(6, elementwise_affine=False), nn.RMSNorm(6)], ids=str)
@@ -312,6 +312,14 @@ def test_batch_norm_without_a_bias_in_front_or_with_another_reader():
     check(without, x, ("batch_norm_act", ("bn", "act")))
     patched = fl.patch_model(block(read_on, fc=fc, bn=bn, act=nn.ReLU()))
     assert sites(patched, "reduced") == [("batch_norm_act", ("bn", "act"))]
+
+
+def test_a_norm_in_front_of_the_product_comes_first():
+    def forward(self, x):
+        return normed(self, self.norm(x + x))
+
+    original = block(forward, norm=nn.LayerNorm(6), fc=nn.Linear(6, 6), bn=nn.BatchNorm1d(6), act=nn.ReLU())
+    check(original, torch.randn(9, 6), ("add_norm_for_product", ("norm",)), ("product_norm_act", ("fc", "bn", "act")))
 
 
 def test_batch_norm_transforms_and_compile_see_the_plain_layer(product):

@@ -15,9 +15,9 @@ from ...nn._children import stored
 from ...nn.batch_norm import batch_norm_act
 from ..pattern import act, leaf, through, value
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
+from ._left_bias import SMALLEST, may_leave_bias
 from .batch_norm import BATCH_NORMS
 from .conv_act import CONVOLUTIONS
-from .linear_norm import SMALLEST, may_leave_bias
 
 PRODUCTS = (nn.Linear, *CONVOLUTIONS)
 
@@ -40,7 +40,7 @@ class ProductNormAct(Rule):
 
     # no rule of this kind without an activation: such a norm may close a branch, whose add it takes in
     pattern = act("act")(through(leaf("bn", *BATCH_NORMS)(through(leaf("fc", *PRODUCTS)(value("x"))))))
-    priority = 12
+    priority = 11  # behind what asks for a product that it would take in
 
     def check(self, m: Match) -> str | None:
         return NO_MATCH if m.fc.module.bias is None else None

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import functional as fused
 from ...activations import Activation
 from ...nn._children import stored
-from ...ops import _route
-from ...settings import settings
 from .. import effects
 from ..pattern import State, leaf, value
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
+from ._left_bias import SMALLEST, may_leave_bias
 from .layer_norm import NORMS, _obstacle, after_dropout, drop_add_norm, dropped_norm
 from .low_norm import Held, _ForProduct, _product_dtype, _readers, drop_add_low_norm
 from .mlp import Mlp
 from .residual import active, rate
-
-SMALLEST = 1 << 20
-"""Elements of the result below which a pass over them is not worth what leaving it out costs."""
 
 
 def linear_drop_add_norm(
@@ -77,17 +72,6 @@ def _leaves_bias(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
     if not p or not may_leave_bias(x, weight, bias):
         return False
     return residual.numel() >= SMALLEST and residual.shape == (*x.shape[:-1], weight.shape[0])
-
-
-def may_leave_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a bias needs a gradient, and one that an op's kernel gives will do: nothing looks at each torch op."""
-    if bias is None or not bias.requires_grad or not torch.is_grad_enabled() or _route.intercepted() is not None:
-        return False
-    return settings.route != "reference" and _kernels_take(x, weight, bias)
-
-
-def _kernels_take(*tensors: Tensor) -> bool:
-    return _route.obstacle(tensors) is None
 
 
 def _linear_problem(m: Match) -> str | None:
