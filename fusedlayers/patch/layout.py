@@ -1,27 +1,20 @@
 """The memory order of a result: a fused op gives that of the sum or product as its rule's pattern is written, eager
 that of the operands as the forward is written. Code that draws in memory order, or views, tells the two apart.
 
-Where a match has operands swapped, or adds in place, what it replaces is kept as an expression of its operands, from
-which the strides that eager's elementwise ops give are worked out (`TensorIterator`'s rule: dims by the strides of the
-first operand that tells them apart). Where all lie alike, one comparison of strides is all there is to it.
+The strides that eager's elementwise ops give are worked out from an expression of the operands (`TensorIterator`'s
+rule: dims by the strides of the first operand that tells them apart). Where all lie alike, one comparison of strides
+is all there is to it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.fx import Node
 
 from ..ops import _route
-from . import effects
-from .codegen import Child
-from .pattern import SUMS, State, activation_of, dropout_call, may_pass_through, passes_through
-from .records import kind_of_module
-from .rule import Call
 
 Tree = int | tuple[Any, ...]
 """An operand by number (of what `lying` is given), or `()` for a Python number; `("new", *trees)`, a result of its own;
@@ -29,178 +22,6 @@ Tree = int | tuple[Any, ...]
 operand, a module, drops anything; `("norm", tree)`, which lies as the fused op chose."""
 Lies = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides."""
-
-
-def as_written(made: Call, state: State, outputs: Sequence[Node], several: bool) -> Call:
-    """`made`, whose results lie in memory as those of the nodes they replace, and are refused where eager refuses.
-
-    `several`: it returns a tuple, of `outputs` and maybe more.
-    """
-    read = _Reading(state)
-    trees = {at: tree for at, node in enumerate(outputs) if (tree := read.result(node)) is not None}
-    if not trees:
-        return made
-    op = _ordered_all(made.op, tuple(trees.items())) if several else _ordered(made.op, trees[0])
-    return Call(op, (read.operands, *made.args), made.kwargs)
-
-
-class _Reading:
-    """The expressions of a match's results, and the operands that they share."""
-
-    def __init__(self, state: State):
-        self.state, self.inside = state, {n for _, n in state.nodes}
-        self.data: list[Node | Child] = []
-        self.parameters: list[Node] = []
-        self.differs = False
-
-    @property
-    def operands(self) -> tuple[Node | Child, ...]:
-        """Parameters at the end, numbered from there: what stands first is to be most like the result."""
-        return (*self.data, *reversed(self.parameters))
-
-    def result(self, node: Node) -> Tree | None:
-        """None where a fused op lies as eager's result does by itself, or nobody knows how that lies."""
-        if activation_of(node, self.state.module) is None and not _is_sum(node):
-            return None
-        self.differs = False
-        try:
-            tree = self._of(node)
-        except _Unknown:
-            return None
-        return tree if self.differs and self.data and isinstance(self.data[0], Node) else None
-
-    def _of(self, node: Node) -> Tree:
-        root = self.state.module
-        if node not in self.inside:
-            if node.op != "get_attr":
-                return _number(self.data, node)
-            return -1 - _number(self.parameters, node)
-        call = dropout_call(node)
-        if passes_through(node, root) is not None or (call is not None and not call[1]):
-            return self._of(node.all_input_nodes[0])
-        if may_pass_through(node, root):
-            path = tuple(node.target.split("."))
-            inner = self._of(node.args[0])
-            return ("drop", _number(self.data, Child(path, effects.child(root, node.target))), inner)
-        if activation_of(node, root) is not None or call is not None:
-            return ("into" if effects.overwrites(node, root) else "new", self._of(node.all_input_nodes[0]))
-        if node.op == "call_module":
-            module = effects.child(root, node.target)
-            if kind_of_module(module) == "norm" and len(node.args) == 1:
-                return ("norm", self._of(node.args[0]))
-            if isinstance(module, nn.Linear) and len(node.args) == 1:
-                return ("linear", self._of(node.args[0]))
-            if not isinstance(getattr(module, "gamma", None), Tensor):  # LayerScale
-                raise _Unknown
-            return ("new", self._of(node.args[0]), ())
-        if not _is_sum(node):
-            raise _Unknown
-        left, right = (self._of(a) if isinstance(a, Node) else () for a in node.args)
-        overwrites = bool(effects.overwrites(node, root))
-        self.differs |= overwrites or node in self.state.swapped
-        return ("into" if overwrites else "new", left, right)
-
-
-class _Unknown(Exception):
-    """A node that may give a result of any shape."""
-
-
-def _number(held: list[Any], operand: Node | Child) -> int:
-    if operand not in held:
-        held.append(operand)
-    return held.index(operand)
-
-
-def _is_sum(node: Node) -> bool:
-    return node.op != "call_module" and node.target in SUMS and len(node.args) == 2
-
-
-@functools.cache
-def _ordered(op: Callable[..., Any], tree: Tree) -> Callable[..., Any]:
-    """`op` behind its operands as written: one function an op and expression, that blocks may share it."""
-
-    written = _writes(tree)
-
-    def ordered(operands: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-        late = None
-        if written:
-            args, (late,) = _as_left((tree,), operands, args)
-        found = op(*args, **kwargs)
-        return lying(found if late is None else found.to(late), tree, operands)
-
-    return ordered
-
-
-@functools.cache
-def _ordered_all(op: Callable[..., Any], trees: tuple[tuple[int, Tree], ...]) -> Callable[..., Any]:
-    written = any(_writes(tree) for _, tree in trees)
-
-    def ordered(operands: tuple[Any, ...], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        late: list[torch.dtype | None] = [None] * len(trees)
-        if written:
-            args, late = _as_left([tree for _, tree in trees], operands, args)
-        found = list(op(*args, **kwargs))
-        for (at, tree), dtype in zip(trees, late, strict=True):
-            found[at] = lying(found[at] if dtype is None else found[at].to(dtype), tree, operands)
-        return tuple(found)
-
-    return ordered
-
-
-def _writes(tree: Tree) -> bool:
-    return isinstance(tree, tuple) and bool(tree) and (tree[0] == "into" or any(map(_writes, tree[1:])))
-
-
-def _as_left(
-    trees: Sequence[Tree], operands: tuple[Any, ...], args: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], list[torch.dtype | None]]:
-    """A sum in place has its left operand's dtype: `args`, with what is added in that dtype, and the dtypes that the
-    results are to be cast to, where what is added is made by the fused op itself."""
-    if len({t.dtype for t in operands if isinstance(t, Tensor)}) < 2:
-        return args, [None] * len(trees)
-    low: list[tuple[Tensor, torch.dtype]] = []
-    late: list[torch.dtype | None] = []
-    for tree in trees:
-        made: list[torch.dtype] = []
-        dtype = _dtype(tree, operands, low, made)
-        late.append(dtype if made else None)
-    return tuple(next((t.to(dtype) for t, dtype in low if t is a), a) for a in args), late
-
-
-def _dtype(
-    tree: Tree, operands: tuple[Any, ...], low: list[tuple[Tensor, torch.dtype]], made: list[torch.dtype]
-) -> torch.dtype | None:
-    """Of what `tree` says. `low` takes operands that are added in place to something of a lower dtype, and that; `made`
-    the dtypes of what is no operand."""
-    if isinstance(tree, int):
-        return operands[tree].dtype if isinstance(operands[tree], Tensor) else None
-    if not tree:
-        return None
-    kind, *parts = tree
-    parts = parts[1:] if kind == "drop" else parts
-    found = [_dtype(part, operands, low, made) for part in parts]
-    if kind == "into" and found[0] is not None:
-        for part, dtype in zip(parts[1:], found[1:], strict=True):
-            wide = found[0] if dtype is None else torch.promote_types(found[0], dtype)
-            if not torch.can_cast(wide, found[0]):
-                torch.empty((), dtype=found[0]).add_(torch.empty((), dtype=dtype))  # raises what eager does
-            elif wide is not found[0]:
-                operand = _operand(part)
-                if operand is None:
-                    made.append(dtype)
-                else:
-                    low.append((operands[operand], found[0]))
-    if kind != "new":
-        return found[0]
-    known = [d for d in found if d is not None]
-    return functools.reduce(torch.promote_types, known) if known else None
-
-
-def _operand(tree: Tree) -> int | None:
-    """The operand that `tree` is, dropped or not."""
-    while isinstance(tree, tuple) and tree and tree[0] == "drop":
-        tree = tree[2]
-    return tree if isinstance(tree, int) else None
 
 
 def lying(y: Any, tree: Tree, operands: tuple[Any, ...]) -> Any:

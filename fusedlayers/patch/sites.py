@@ -17,12 +17,12 @@ from torch.fx import Node
 from . import effects
 from .codegen import Child, Variant
 from .guards import original_class
-from .layout import as_written
 from .pattern import Content, State
 from .records import Counts, Found, kind_of
 from .rule import NO_MATCH, Call, Match, Rule
 from .shadow import Path
 from .trace import Trace
+from .written import as_written
 
 Allow = Callable[[tuple[Path, ...], str], "str | None"]
 """Given the members of a site and the rule's name, why filters leave it out; None when they do not."""

@@ -11,7 +11,6 @@ from torch import nn
 import fusedlayers as fl
 
 from .models import twin
-from .test_builtin_rules import block as made_of
 
 NCHW, NHWC = torch.contiguous_format, torch.channels_last
 
@@ -160,77 +159,3 @@ def test_blocks_that_come_out_the_same_share_their_class():
     one = block(FORWARDS["x + bn"])
     first, second = fl.patch_model(nn.ModuleList([one, twin(one)]))
     assert type(first) is type(second) is not type(one.bn)
-
-
-def test_what_several_forms_of_call_say_of_one_norm_counts_once():
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.classifier = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Hardswish(), nn.Linear(4, 4))
-
-        def forward(self, x, pre_logits: bool = False):
-            if pre_logits:
-                x = self.classifier[0](x)
-                x = self.classifier[1](x)
-                return self.classifier[2](x)
-            return self.classifier(x)
-
-    counts = fl.explain(fl.patch_model(Head())).counts
-    assert counts.fused["norm"] <= counts.total["norm"] == 1
-
-
-def test_a_sum_in_place_keeps_the_dtype_of_its_left_operand():
-    """Seen to fail where a fused op gives the wider of the two."""
-
-    def behind_norm(self, x, r):
-        h = self.bn(x)
-        h += r
-        return self.act(h)
-
-    def before_norm(self, x, r):
-        h = x * 1
-        h += self.drop(r)
-        return self.norm(h), h
-
-    def norm_onto(self, x, r):
-        h = x * 1
-        h += self.bn(r)
-        return self.act(h), *(b.clone() for b in self.bn.buffers())
-
-    low, wide = torch.randn(3, 6, 4, 4).bfloat16(), torch.randn(3, 6, 4, 4)
-    rows, wide_rows = torch.randn(5, 6).bfloat16(), torch.randn(5, 6)
-    models = [
-        (made_of(behind_norm, bn=nn.BatchNorm2d(6).bfloat16(), act=nn.GELU()), (low, wide)),
-        (made_of(behind_norm, bn=nn.BatchNorm2d(6), act=nn.GELU()), (wide, low)),
-        (made_of(norm_onto, bn=nn.BatchNorm2d(6), act=nn.GELU()), (low, wide)),
-        (made_of(before_norm, drop=nn.Dropout(0.5), norm=nn.LayerNorm(6).bfloat16()), (rows, wide_rows)),
-    ]
-    for original, args in models:
-        patched = fl.patch_model(twin(original), on_fallback="raise")
-        assert fl.explain(patched).fused
-        for training in (True, False):
-            found = []
-            for m in (patched, original):
-                given = [t.clone().requires_grad_() for t in args]
-                torch.manual_seed(0)
-                outs = m.train(training)(*given)
-                outs = outs if isinstance(outs, tuple) else (outs,)
-                sum(o.float().square().sum() for o in outs).backward()
-                found.append([*outs, *(t.grad for t in given)])
-            for a, b in zip(*found, strict=True):
-                assert a.dtype == b.dtype
-                torch.testing.assert_close(a, b, rtol=2e-2, atol=4e-2)  # a few ulp: what is added is rounded first
-
-
-def test_a_sum_in_place_that_no_cast_allows_raises_as_eager_does():
-    def forward(self, x, r):
-        h = r * 1
-        h += x
-        return self.act(h)
-
-    original = made_of(forward, act=nn.ReLU())
-    patched = fl.patch_model(twin(original), on_fallback="raise")
-    assert fl.explain(patched).fused
-    for m in (patched, original):
-        with pytest.raises(RuntimeError, match="result type Float can't be cast to the desired output type Long"):
-            m(torch.randn(3, 4), torch.ones(3, 4, dtype=torch.int64))

@@ -71,6 +71,23 @@ def test_every_unfused_activation_norm_and_add_has_a_reason():
     assert report.counts.total == {"activation": 1, "norm": 0, "residual": 1}
 
 
+def test_what_several_forms_of_call_say_of_one_norm_counts_once():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.classifier = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Hardswish(), nn.Linear(4, 4))
+
+        def forward(self, x, pre_logits: bool = False):
+            if pre_logits:
+                x = self.classifier[0](x)
+                x = self.classifier[1](x)
+                return self.classifier[2](x)
+            return self.classifier(x)
+
+    counts = fl.explain(fl.patch_model(Head())).counts
+    assert counts.fused["norm"] <= counts.total["norm"] == 1
+
+
 def test_a_container_that_cannot_be_traced_says_why():
     class Branches(MLP):
         def forward(self, x):
