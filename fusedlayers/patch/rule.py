@@ -41,6 +41,8 @@ class Match:
     extra: list[Child] = field(default_factory=list)
     passes: bool = False
     """Whether the fused op is to return the value named by the rule's `passes` as well."""
+    noted: Any = None
+    """What `check` notes down for `fuse`; each rule as it likes."""
 
     def __getattr__(self, name: str) -> Any:
         for known, value in self.__dict__["state"].bound:

@@ -19,7 +19,7 @@ from ..pattern import State, leaf, value
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
 from ._left_bias import SMALLEST, may_leave_bias
 from .layer_norm import NORMS, _obstacle, after_dropout, drop_add_norm, dropped_norm
-from .low_norm import Held, _ForProduct, _product_dtype, _readers, drop_add_low_norm
+from .low_norm import Held, _ForProduct, _product_dtype, drop_add_low_norm
 from .mlp import Mlp
 from .residual import active, rate
 
@@ -138,5 +138,4 @@ class LinearDropAddNormForProduct(_ForProduct):
         return (NO_MATCH if super().check(m) is not None else None) if problem is None else problem
 
     def fuse(self, m: Match) -> Call:
-        held = _readers(m).held
-        return m.call(linear_drop_add_low_norm, m.fc, m.norm, m.x, m.residual, m.drop, m.own(), held)
+        return m.call(linear_drop_add_low_norm, m.fc, m.norm, m.x, m.residual, m.drop, m.own(), m.noted.held)

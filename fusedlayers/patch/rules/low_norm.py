@@ -24,7 +24,7 @@ from ...ops import _route
 from ...ops.rms_norm import rms_norm
 from .. import effects
 from ..pattern import Pattern, add, leaf, through, value
-from ..readers import Readers, Unfit, readers
+from ..readers import Unfit, readers
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
 from .layer_norm import NORMS, _obstacle, after_dropout, dropout_problem, dropped_norm, norm
 from .layer_norm_2d import LAYER_NORMS_2D
@@ -109,14 +109,10 @@ def _rms_norm_in(low: torch.dtype, /, *args: Any, **settings: Any) -> Any:
     return rms_norm(*args, **{**settings, "out_dtype": low})
 
 
-def _readers(m: Match) -> Readers:
-    return readers(dict(m.state.nodes)["norm"], m.module, GatedMlp.pattern)
-
-
 def _objection(m: Match) -> str | None:
-    """What is wrong with the readers, where they are products, or may be."""
+    """What is wrong with the readers, where they are products, or may be. Notes them down."""
     try:
-        found = _readers(m)
+        m.noted = found = readers(dict(m.state.nodes)["norm"], m.module, GatedMlp.pattern)
     except Unfit as unfit:
         return f"{WIDE}: {unfit}" if unfit.telling else NO_MATCH
     if found.blocked:
@@ -152,7 +148,7 @@ class AddNormForProduct(_ForProduct):
     priority = 12
 
     def fuse(self, m: Match) -> Call:
-        return m.call(add_low_norm, m.norm, m.x, m.residual, m.own(), _readers(m).held)
+        return m.call(add_low_norm, m.norm, m.x, m.residual, m.own(), m.noted.held)
 
 
 @register_rule
@@ -169,7 +165,7 @@ class DropAddNormForProduct(_ForProduct):
         return super().check(m) if problem is None else problem
 
     def fuse(self, m: Match) -> Call:
-        return m.call(drop_add_low_norm, m.norm, m.x, m.residual, m.drop, m.own(), _readers(m).held)
+        return m.call(drop_add_low_norm, m.norm, m.x, m.residual, m.drop, m.own(), m.noted.held)
 
 
 @register_rule
@@ -181,7 +177,7 @@ class NormForProduct(_ForProduct):
     priority = 4
 
     def fuse(self, m: Match) -> Call:
-        return m.call(low_norm_passing if m.passes else low_norm, m.norm, m.x, m.own(), _readers(m).held)
+        return m.call(low_norm_passing if m.passes else low_norm, m.norm, m.x, m.own(), m.noted.held)
 
 
 @register_rule
@@ -192,7 +188,7 @@ class Norm2dForProduct(_ForProduct):
     priority = 4
 
     def fuse(self, m: Match) -> Call:
-        return m.call(low_norm_2d, m.norm, m.x, m.own(), _readers(m).held)
+        return m.call(low_norm_2d, m.norm, m.x, m.own(), m.noted.held)
 
 
 class _WrittenForProduct(_ForProduct):
@@ -211,7 +207,7 @@ class AddWrittenNormForProduct(_WrittenForProduct):
 
     def fuse(self, m: Match) -> Call:
         form = form_of(type(m.norm.module))
-        return m.call(add_low_written_norm, *form, m.norm, m.x, m.residual, m.own(), _readers(m).held)
+        return m.call(add_low_written_norm, *form, m.norm, m.x, m.residual, m.own(), m.noted.held)
 
 
 @register_rule
@@ -222,4 +218,4 @@ class WrittenNormForProduct(_WrittenForProduct):
     priority = 4
 
     def fuse(self, m: Match) -> Call:
-        return m.call(low_written_norm, *form_of(type(m.norm.module)), m.norm, m.x, m.own(), _readers(m).held)
+        return m.call(low_written_norm, *form_of(type(m.norm.module)), m.norm, m.x, m.own(), m.noted.held)
