@@ -53,16 +53,17 @@ class Launch:
         KernelError: the grid is larger than a GPU takes; on the first call: the kernel cannot be built or launched.
     """
 
-    __slots__ = ("_ready", "grid", "kernel", "num_stages", "num_warps", "rest")
+    __slots__ = ("_ready", "grid", "kernel", "maxnreg", "num_stages", "num_warps", "rest")
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], rest: tuple[Any, ...], num_warps: int = 4, num_stages: int = 2
-    ) -> None:
+        self, kernel: Any, grid: tuple[int, ...], rest: tuple[Any, ...], num_warps: int = 4, num_stages: int = 2,
+        maxnreg: int | None = None,
+    ) -> None:  # fmt: skip
         x, y, z = (*grid, 1, 1)[:3]
         if x > _MAX_X or y > _MAX_YZ or z > _MAX_YZ:
             raise KernelError(f"{kernel.__name__}: a grid of {grid} blocks is larger than a GPU takes")
         self.kernel, self.grid, self.rest = kernel, (x, y, z), rest
-        self.num_warps, self.num_stages = num_warps, num_stages
+        self.num_warps, self.num_stages, self.maxnreg = num_warps, num_stages, maxnreg
         self._ready: dict[Any, Ready] = {}
 
     def __call__(self, *pointers: Tensor | None, numbers: tuple[int, ...] = (), observed: bool = False) -> None:
@@ -103,7 +104,8 @@ class Launch:
     @property
     def options(self) -> dict[str, Any]:
         """What Triton is told besides the kernel's arguments."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        return options if self.maxnreg is None else {**options, "maxnreg": self.maxnreg}
 
     def _unusual(self, pointers: tuple[Tensor | None, ...], numbers: tuple[int, ...], observed: bool) -> None:
         if observer is not None and not observed:
@@ -138,7 +140,7 @@ class Launch:
         ahead.wait(self, tuple(None if p is None else p.dtype for p in pointers), torch.cuda.current_device())
         with _build_lock:
             try:
-                compiled = self.kernel[self.grid](*pointers, *numbers, *self.rest, **self.options)
+                compiled = scratched(self.kernel[self.grid])(*pointers, *numbers, *self.rest, **self.options)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise KernelError(f"{self.kernel.__name__} could not be built or launched: {reason}") from error
@@ -160,7 +162,31 @@ def _ready(compiled: Any) -> Ready:
                 return run.launch, (*flags, None, None, metadata, None, None, None), False
             rest = (metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
             return run.launch, (*flags, *rest), True
-    return run, (function, metadata, None, None, None), False
+    needs_scratch = getattr(run, "global_scratch_size", 0)
+    return scratched(run) if needs_scratch else run, (function, metadata, None, None, None), False
+
+
+def scratched(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """`launch`, with torch's memory where the kernel needs some beside its arguments, whatever allocator is set."""
+    from triton.runtime import _allocation
+
+    held = _allocation._allocator
+    if not hasattr(held, "reset"):  # not a context variable, before Triton 3.5
+        return launch
+
+    def launched(*args: Any, **options: Any) -> Any:
+        token = held.set(_memory)
+        try:
+            return launch(*args, **options)
+        finally:
+            held.reset(token)
+
+    return launched
+
+
+def _memory(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Freed when the launch is under way, and then reused in the order of the stream, which is the current one."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 class Chain:

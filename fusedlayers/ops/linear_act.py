@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..activations import Activation
 from ..kernels import KernelError, load
-from . import _gemm, _route
+from . import _gemm, _overlap, _route
 from ._autograd import direct, needs_grad
 from ._dtypes import activated
 
@@ -133,14 +133,16 @@ def forward(
         return y, None
     if act.name == "identity":
         return _gemm.linear(x, weight, bias, shape), None
-    z = _gemm.linear(x, weight, bias, None if keep_z else shape)
-    if keep_z and len(shape) != 2:
+    if keep_z:
         y = x.new_empty(shape, dtype=plan.y_dtype)
-    elif keep_z or z.dtype is not plan.y_dtype:
-        y = torch.empty_like(z, dtype=plan.y_dtype)
-    else:
-        y = z
-    return _gemm.activate(z, act, y), z if keep_z else None
+        z = _overlap.linear_act(x, weight, bias, act, y)
+        if z is None:
+            z = _gemm.linear(x, weight, bias)
+            _gemm.activate(z, act, y)
+        return y, z
+    z = _gemm.linear(x, weight, bias, shape)
+    y = z if z.dtype is plan.y_dtype else torch.empty_like(z, dtype=plan.y_dtype)
+    return _gemm.activate(z, act, y), None
 
 
 def _has_epilogue(act: Activation, x: Tensor) -> bool:

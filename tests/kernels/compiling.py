@@ -26,9 +26,10 @@ class Entry:
     num_stages: int = 2
     aligned: bool = field(default=True, kw_only=True)
     """Whether pointers are 16-byte aligned and sizes multiples of 16."""
+    maxnreg: int | None = field(default=None, kw_only=True)
 
     def compile(self, arch: int) -> Any:
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.maxnreg}
         return compile_kernel(self.fn, self.signature, self.constants, arch, aligned=self.aligned, **options)
 
 
@@ -41,6 +42,7 @@ def compile_kernel(
     aligned: bool = True,
     num_warps: int = 4,
     num_stages: int = 2,
+    maxnreg: int | None = None,
 ) -> Any:
     """The compiled kernel for compute capability `arch` (80, 89, 90): see its `.asm["ptx"]` and `.metadata.shared`."""
     import triton
@@ -60,6 +62,8 @@ def compile_kernel(
         if aligned and not kind.startswith("fp"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     assert next(given, None) is None, "more types than parameters"
+    if getattr(fn, "is_gluon", bool)():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(fn, types, values, attributes)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -14,6 +14,7 @@ import torch
 
 from fusedlayers import kernels
 from fusedlayers.activations import get
+from fusedlayers.ops import _overlap
 from tests.kernels.compiling import ARCHS, SHARED_MEMORY, Entry
 
 if kernels.interpreted():
@@ -346,8 +347,41 @@ def projections() -> Iterator[Entry]:
         yield Entry(f"pack_sum-{name}", fn, (*given, *outs, *numbers), constants)
 
 
+def overlapped() -> Iterator[Entry]:
+    """Hopper's alone, with the options that a launch gives it."""
+    if not _overlap.available():
+        return
+    module, act = kernels.load("overlapped"), kernels.load("activations")
+    for name in sorted(_overlap.ACTIVATIONS):
+        for backward in (False, True):
+            config = module.config(name, backward)
+            constants = {
+                "ACT": act.value(get(name), torch.bfloat16), "GRAD": act.gradient(get(name), torch.bfloat16), "P0": 0.0,
+                "P1": 0.0, "BM": module.BM, "BN": module.BN, "BK": module.BK, "STAGES": config.stages,
+                "GROUP": module.GROUP, "WARPS": config.warps, "REGISTERS": config.registers,
+            }  # fmt: skip
+            for rows, last in ((True, "*fp32" if backward else "*bf16"), (False, None)):
+                pointers = ("*bf16",) * 5 + (last,) if backward else ("*bf16", "*bf16", last, "*bf16", "*bf16")
+                kernel = module.backward if backward else module.forward
+                yield Entry(
+                    f"overlapped-{name}-{'backward' if backward else 'forward'}-{'rows' if rows else 'columns'}",
+                    kernel, (*pointers, *("i32",) * 5), {**constants, "W_ROWS": rows}, config.warps,
+                    maxnreg=config.average,
+                )  # fmt: skip
+
+
 FAMILIES = (act_bias, batch_norm, drop_norm, gated, group_norm, linear, projections, residual, row_norm, split_heads)
 ENTRIES = [entry for family in FAMILIES for entry in family()]
+
+
+@pytest.mark.parametrize("entry", list(overlapped()), ids=lambda e: e.name)
+def test_the_overlapped_product_compiles_for_hopper(entry):
+    compiled = entry.compile(90)
+    ptx = compiled.asm["ptx"]
+    assert compiled.metadata.shared <= SHARED_MEMORY[90]
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+    threads = 32 * compiled.metadata.num_warps
+    assert threads * entry.maxnreg <= 65536, "registers of a multiprocessor"
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -1,0 +1,84 @@
+"""When a product and its activation go to one kernel, and what happens where that fails. Its results: `tests/gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fusedlayers as fl
+from fusedlayers.activations import get
+from fusedlayers.kernels import KernelError
+from fusedlayers.ops import _overlap
+from tests.harness import compare, randn
+
+GELU = get("gelu")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A device for which the kernel is built, and results of any size."""
+    monkeypatch.setattr(_overlap, "_built_for", lambda device: True)
+    monkeypatch.setattr(_overlap, "SMALLEST", 0)
+    monkeypatch.setattr(_overlap, "failures", {})
+
+
+def pays(M=8, N=16, K=256, act=GELU, dtype=torch.bfloat16, a=None, b=None, out=None):
+    a = torch.zeros(M, K, dtype=dtype) if a is None else a
+    b = torch.zeros(N, K, dtype=dtype) if b is None else b
+    return _overlap._pays(M, N, K, act, a, b, out or dtype)
+
+
+def test_what_the_kernel_takes(hopper):
+    assert pays() and pays(dtype=torch.float16) and pays(act=get("silu"))
+    assert pays(b=torch.zeros(256, 16, dtype=torch.bfloat16).t())
+    assert pays(a=torch.zeros(8, 512, dtype=torch.bfloat16)[:, :256])
+    assert not pays(dtype=torch.float32) and not pays(out=torch.float32)
+    assert not pays(act=get("relu")) and not pays(act=get("mish"))
+    assert not pays(K=_overlap.FEWEST - 8) and not pays(K=_overlap.MOST + 8)
+    assert not pays(N=12) and not pays(K=260)
+    assert not pays(a=torch.zeros(8, 257, dtype=torch.bfloat16)[:, :256]), "rows are not 16 bytes apart"
+    assert not pays(a=torch.zeros(8, 264, dtype=torch.bfloat16)[:, 1:257]), "the first byte is not aligned"
+    assert not pays(a=torch.zeros(256, 8, dtype=torch.bfloat16).t()), "rows do not lie in one piece"
+    assert not pays(b=torch.zeros(16, 512, dtype=torch.bfloat16)[:, ::2])
+
+
+def test_settings_and_sizes_that_keep_it_out(hopper, monkeypatch):
+    for route in ("library", "triton", "reference"):
+        with fl.settings(route=route):
+            assert not pays()
+    monkeypatch.setattr(_overlap, "SMALLEST", 8 * 16 + 1)
+    assert not pays()
+
+
+def test_no_other_device():
+    assert not _overlap._built_for(torch.device("cpu"))
+    assert not pays(M=1 << 12, N=1 << 12)
+
+
+@pytest.mark.parametrize("op", ["linear_act", "mlp"])
+def test_a_kernel_that_fails_leaves_it_to_the_library(op, hopper, monkeypatch):
+    """And is not tried again."""
+    if not fl.kernels.interpreted():
+        pytest.skip("only kernels that run ask for this one")
+    asked = []
+
+    def failing(*args):
+        asked.append(args)
+        raise KernelError("no memory")
+
+    monkeypatch.setattr(_overlap, "_forward", lambda *a: failing)
+    monkeypatch.setattr(_overlap, "_backward", lambda *a: failing)
+    monkeypatch.setattr(_overlap.load("act_bias"), "BM", 128, raising=False)
+    x, w1, b1 = (randn(*s, dtype=torch.bfloat16) for s in ((8, 256), (16, 256), (16,)))
+    w2, b2 = randn(256, 16, dtype=torch.bfloat16), randn(256, dtype=torch.bfloat16)
+    inputs = (x, w1, b1, "gelu") if op == "linear_act" else (x, w1, b1, w2, b2, "gelu")
+    function = getattr(fl.functional, op)
+
+    def eager(*args):
+        *tensors, _ = args
+        z = torch.nn.functional.gelu(torch.nn.functional.linear(*tensors[:3]))
+        return z if op == "linear_act" else torch.nn.functional.linear(z, *tensors[3:])
+
+    with pytest.warns(RuntimeWarning, match="run apart from now on: no memory"):
+        compare(function, eager, inputs)
+    assert len(asked) == 1 and list(_overlap.failures) == [x.device]
