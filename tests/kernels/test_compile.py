@@ -352,22 +352,22 @@ def overlapped() -> Iterator[Entry]:
     if not _overlap.available():
         return
     module, act = kernels.load("overlapped"), kernels.load("activations")
-    for name in sorted(_overlap.ACTIVATIONS):
-        for backward in (False, True):
-            config = module.config(name, backward)
-            constants = {
-                "ACT": act.value(get(name), torch.bfloat16), "GRAD": act.gradient(get(name), torch.bfloat16), "P0": 0.0,
-                "P1": 0.0, "BM": module.BM, "BN": module.BN, "BK": module.BK, "STAGES": config.stages,
-                "GROUP": module.GROUP, "WARPS": config.warps, "REGISTERS": config.registers,
-            }  # fmt: skip
-            for rows, last in ((True, "*fp32" if backward else "*bf16"), (False, None)):
-                pointers = ("*bf16",) * 5 + (last,) if backward else ("*bf16", "*bf16", last, "*bf16", "*bf16")
-                kernel = module.backward if backward else module.forward
-                yield Entry(
-                    f"overlapped-{name}-{'backward' if backward else 'forward'}-{'rows' if rows else 'columns'}",
-                    kernel, (*pointers, *("i32",) * 5), {**constants, "W_ROWS": rows}, config.warps,
-                    maxnreg=config.average,
-                )  # fmt: skip
+    kinds = [(name, False) for name in sorted(_overlap.FORWARD)] + [(name, True) for name in sorted(_overlap.BACKWARD)]
+    for name, backward in kinds:
+        config = module.config(name, backward)
+        constants = {
+            "ACT": act.value(get(name), torch.bfloat16), "GRAD": act.gradient(get(name), torch.bfloat16), "P0": 0.0,
+            "P1": 0.0, "BM": module.BM, "BN": module.BN, "BK": module.BK, "STAGES": config.stages,
+            "GROUP": module.GROUP, "WARPS": config.warps, "REGISTERS": config.registers,
+        }  # fmt: skip
+        for rows, last in ((True, "*fp32" if backward else "*bf16"), (False, None)):
+            pointers = ("*bf16",) * 5 + (last,) if backward else ("*bf16", "*bf16", last, "*bf16", "*bf16")
+            kernel = module.backward if backward else module.forward
+            yield Entry(
+                f"overlapped-{name}-{'backward' if backward else 'forward'}-{'rows' if rows else 'columns'}",
+                kernel, (*pointers, *("i32",) * 5), {**constants, "W_ROWS": rows}, config.warps,
+                maxnreg=config.average,
+            )  # fmt: skip
 
 
 FAMILIES = (act_bias, batch_norm, drop_norm, gated, group_norm, linear, projections, residual, row_norm, split_heads)

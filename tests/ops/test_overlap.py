@@ -22,37 +22,47 @@ def hopper(monkeypatch):
     monkeypatch.setattr(_overlap, "failures", {})
 
 
-def pays(M=8, N=16, K=256, act=GELU, dtype=torch.bfloat16, a=None, b=None, out=None):
+def takes(M=8, N=16, K=256, dtype=torch.bfloat16, a=None, b=None, out=None):
     a = torch.zeros(M, K, dtype=dtype) if a is None else a
     b = torch.zeros(N, K, dtype=dtype) if b is None else b
-    return _overlap._pays(M, N, K, act, a, b, out or dtype)
+    return _overlap._takes(M, N, K, a, b, out or dtype)
 
 
 def test_what_the_kernel_takes(hopper):
-    assert pays() and pays(dtype=torch.float16) and pays(act=get("silu"))
-    assert pays(b=torch.zeros(256, 16, dtype=torch.bfloat16).t())
-    assert pays(a=torch.zeros(8, 512, dtype=torch.bfloat16)[:, :256])
-    assert not pays(dtype=torch.float32) and not pays(out=torch.float32)
-    assert not pays(act=get("relu")) and not pays(act=get("mish"))
-    assert not pays(K=_overlap.FEWEST - 8) and not pays(K=_overlap.MOST + 8)
-    assert not pays(N=12) and not pays(K=260)
-    assert not pays(a=torch.zeros(8, 257, dtype=torch.bfloat16)[:, :256]), "rows are not 16 bytes apart"
-    assert not pays(a=torch.zeros(8, 264, dtype=torch.bfloat16)[:, 1:257]), "the first byte is not aligned"
-    assert not pays(a=torch.zeros(256, 8, dtype=torch.bfloat16).t()), "rows do not lie in one piece"
-    assert not pays(b=torch.zeros(16, 512, dtype=torch.bfloat16)[:, ::2])
+    assert takes() and takes(dtype=torch.float16)
+    assert takes(b=torch.zeros(256, 16, dtype=torch.bfloat16).t())
+    assert takes(a=torch.zeros(8, 512, dtype=torch.bfloat16)[:, :256])
+    assert not takes(dtype=torch.float32) and not takes(out=torch.float32)
+    assert not takes(N=12) and not takes(K=260)
+    assert not takes(a=torch.zeros(8, 257, dtype=torch.bfloat16)[:, :256]), "rows are not 16 bytes apart"
+    assert not takes(a=torch.zeros(8, 264, dtype=torch.bfloat16)[:, 1:257]), "the first byte is not aligned"
+    assert not takes(a=torch.zeros(256, 8, dtype=torch.bfloat16).t()), "rows do not lie in one piece"
+    assert not takes(b=torch.zeros(16, 512, dtype=torch.bfloat16)[:, ::2])
 
 
 def test_settings_and_sizes_that_keep_it_out(hopper, monkeypatch):
     for route in ("library", "triton", "reference"):
         with fl.settings(route=route):
-            assert not pays()
+            assert not takes()
     monkeypatch.setattr(_overlap, "SMALLEST", 8 * 16 + 1)
-    assert not pays()
+    assert not takes()
+
+
+def test_what_it_is_not_worth(hopper, monkeypatch):
+    monkeypatch.setattr(_overlap, "_launched", lambda *a: pytest.fail("was launched"))
+    for name, K in (("relu", 256), ("mish", 256), ("gelu", 56)):
+        x, w, y = (torch.zeros(*s, dtype=torch.bfloat16) for s in ((8, K), (16, K), (8, 16)))
+        assert _overlap.linear_act(x, w, None, get(name), y) is None
+        assert _overlap.act_backward(x, w.t(), y, get(name), None) is None
+    x, w, y = (torch.zeros(*s, dtype=torch.bfloat16) for s in ((8, 184), (184, 16), (8, 16)))
+    assert _overlap.act_backward(x, w, y, GELU, None) is None
+    x, w = (torch.zeros(*s, dtype=torch.bfloat16) for s in ((8, 256), (256, 16)))
+    assert _overlap.act_backward(x, w, y, get("gelu_tanh"), None) is None
 
 
 def test_no_other_device():
     assert not _overlap._built_for(torch.device("cpu"))
-    assert not pays(M=1 << 12, N=1 << 12)
+    assert not takes(M=1 << 12, N=1 << 12)
 
 
 @pytest.mark.parametrize("op", ["linear_act", "mlp"])
