@@ -72,7 +72,7 @@ def is_fresh(node: Node, root: nn.Module) -> bool:
         if module is None or not original_class(module).__module__.startswith("torch.nn."):
             return False
         return isinstance(module, _FRESH_MODULES) or (isinstance(module, _ACTIVATIONS) and not is_inplace(module))
-    return node.op == "call_function" and node.target in _ARITHMETIC
+    return node.op == "call_function" and node.target in _ARITHMETIC and not overwrites(node, root)
 
 
 def overwrites(node: Node, root: nn.Module) -> list[Node]:
@@ -150,10 +150,13 @@ def roots(node: Node, root: nn.Module) -> set[Node]:
 
 
 def disturbed(operands: Iterable[Node], between: Iterable[Node], root: nn.Module) -> Node | None:
-    """The first node of `between`, in order, that may overwrite memory of one of `operands` that is there by then."""
+    """The first node of `between`, in order, that may overwrite memory of one of `operands` that is there by then, or a
+    parameter or buffer: whose else that is, and which children read it, the graph does not say."""
     between, operands = list(between), list(operands)
     for at, node in enumerate(between):
         written = {m for w in overwrites(node, root) for m in roots(w, root)}
+        if any(w.op == "get_attr" for w in written):
+            return node
         if written and any(roots(o, root) & written for o in operands if o not in between[at:]):
             return node
     return None

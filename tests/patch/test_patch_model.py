@@ -207,6 +207,40 @@ def test_an_operand_overwritten_between_layer_and_activation_is_left_alone():
     assert torch.equal(fl.patch_model(twin(model))(X), model(X))
 
 
+class ByAnotherName(Pair):
+    """The result of a function in place is what it was given."""
+
+    def forward(self, x):
+        x = x * 1.0
+        same = F.silu(x, inplace=True)
+        y = self.fc(x)
+        same += 1
+        return self.act(y)
+
+
+class OfTheLayer(Pair):
+    def forward(self, x):
+        y = self.fc(x)
+        self.fc.bias.detach().mul_(2)
+        return self.act(y)
+
+
+class OfTheModule(Pair):
+    def forward(self, x):
+        y = self.scale * self.fc(x)
+        self.scale.mul_(0.5)
+        return x + y
+
+
+@pytest.mark.parametrize("kind", [ByAnotherName, OfTheLayer, OfTheModule])
+def test_what_is_overwritten_in_between_by_another_name(kind):
+    model = kind(nn.Linear(8, 8), nn.ReLU())
+    model.register_buffer("scale", torch.ones(8))
+    patched = fl.patch_model(twin(model), on_fallback="raise")
+    with torch.no_grad():
+        assert torch.equal(patched(X), model(X))
+
+
 @pytest.mark.parametrize(
     "fc",
     [
