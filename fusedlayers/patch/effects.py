@@ -49,9 +49,11 @@ _ARITHMETIC |= {
     torch.bmm,
 }
 _RANDOM = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu}
-_RANDOM_NAMES = ("rand", "drop", "bernoulli", "normal", "uniform", "multinomial", "stochastic", "attention")
+_RANDOM_NAMES = ("rand", "drop", "bernoulli", "normal", "uniform", "multinomial", "stochastic", "attention", "gumbel")
+_RANDOM_NAMES += ("poisson", "binomial", "exponential", "cauchy", "geometric", "fractional", "rrelu")
 _AUGMENTED = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod}
 _AUGMENTED |= {operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor}
+_AUGMENTED |= {operator.ilshift, operator.irshift}
 
 
 def child(root: nn.Module, target: str) -> nn.Module | None:

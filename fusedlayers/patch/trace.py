@@ -125,7 +125,8 @@ class Value(Proxy):
         raise Untraceable("forward searches in a value")
 
 
-for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"):
+_INPLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
+for _name in (*_INPLACE, "ilshift", "irshift"):
     setattr(Value, f"__{_name}__", lambda self, other, _name=_name: self._inplace(_name, other))
 
 

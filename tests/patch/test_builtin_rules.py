@@ -325,6 +325,25 @@ def test_dropout_is_not_moved_past_other_randomness():
     torch.testing.assert_close(patched(ROWS), want)
 
 
+OTHER_RANDOMNESS = {
+    "gumbel": lambda self, x: self.drop(x) + F.gumbel_softmax(x),
+    "poisson": lambda self, x: self.drop(x) + torch.poisson(x * x),
+    "exponential": lambda self, x: self.drop(x) + (x * 0).exponential_(),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RANDOMNESS)
+def test_nor_past_functions_that_draw(name):
+    model = block(OTHER_RANDOMNESS[name], drop=nn.Dropout(0.5))
+    patched = fl.patch_model(twin(model), on_fallback="raise")
+    found = []
+    for m in (patched, model):
+        torch.manual_seed(0)
+        found.append((m(ROWS), torch.get_rng_state()))
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_an_in_place_add_into_the_input_is_left_alone():
     def forward(self, x):
         x += self.drop(self.fc(x))

@@ -200,7 +200,14 @@ def test_augmented_assignment_stays_in_place():
         y += x
         return y
 
-    assert [n.target.__name__ for n in traced(container(forward))[0].graph.nodes if n.op == "call_function"] == ["iadd"]
+    def shifting(self, x):
+        x <<= 1
+        x >>= 1
+        return self.fc(x)
+
+    for given, expected in ((forward, ["iadd"]), (shifting, ["ilshift", "irshift"])):
+        nodes = traced(container(given))[0].graph.nodes
+        assert [n.target.__name__ for n in nodes if n.op == "call_function"] == expected
 
 
 def test_buffers_and_parameters_are_values():
