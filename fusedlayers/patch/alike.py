@@ -52,7 +52,7 @@ def holds(read: Read, module: nn.Module, cls: type) -> bool:
     if read.kind == "child":
         return owner._modules.get(name) is not None
     if read.kind == "keys":
-        return tuple(owner._modules) == read.value
+        return tuple(vars(owner)[name]) == read.value
     if read.kind == "type":
         return kind is read.value
     if read.kind == "method":

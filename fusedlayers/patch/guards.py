@@ -159,10 +159,9 @@ def read(found: Read, names: Names) -> Guard | None:
     if found.kind == "child":
         return Guard(f"{names.child((*found.path, found.name))} is not None", f"{where} has been removed")
     if found.kind == "keys":
-        keys = names.bind(found.value, "keys")
-        return Guard(
-            f"tuple({owner}._modules) == {keys}", f"children of {'.'.join(found.path) or 'the module'} have changed"
-        )
+        keys, what = names.bind(found.value, "keys"), found.name.removeprefix("_").replace("modules", "children")
+        reason = f"{what} of {'.'.join(found.path) or 'the module'} have changed"
+        return Guard(f"tuple({owner}.{found.name}) == {keys}", reason)
     if found.kind == "type":
         kind, unpatched = names.bind(found.value, "type"), names.bind(_unpatched)
         where = ".".join(found.path)

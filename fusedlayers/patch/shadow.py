@@ -150,27 +150,25 @@ def _plain_read(session: Session, path: Path, name: str, value: Any) -> Any:
     raise Untraceable(f"forward reads self.{where} ({type(value).__name__}), whose later changes could not be seen")
 
 
-class _Children(dict):
-    """A module's `_modules`, giving out shadows."""
+class _Held(dict):
+    """A module's `_modules`, `_parameters` or `_buffers`; which names it has is a read of its own."""
 
-    __slots__ = ("made", "path", "session")
+    __slots__ = ("field", "path", "session")
 
-    def __init__(self, modules: dict[str, Any], session: Session, path: Path):
-        super().__init__(modules)
-        self.session, self.path, self.made = session, path, {}
-
-    def __getitem__(self, name: str) -> Any:
-        module = super().__getitem__(name)
-        if module is None:
-            self.session.read(self.path, name, "none", None)
-            return None
-        if name not in self.made:
-            self.made[name] = make(module, self.session, (*self.path, name))
-        self.session.read(self.path, name, "child", None)
-        return self.made[name]
+    def __init__(self, held: dict[str, Any], session: Session, path: Path, field: str):
+        super().__init__(held)
+        self.session, self.path, self.field = session, path, field
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401  it is this method
+        if super().__contains__(name):
+            return self[name]
+        self._listed()
+        return default
+
+    def __contains__(self, name: object) -> bool:
+        if _asked_by_user():  # torch looks for each attribute
+            self._listed()
+        return super().__contains__(name)
 
     def __iter__(self) -> Iterator[str]:
         self._listed()
@@ -191,41 +189,43 @@ class _Children(dict):
         return [(name, self[name]) for name in self.keys()]
 
     def _listed(self) -> None:
-        self.session.read(self.path, "_modules", "keys", tuple(super().keys()))
+        self.session.read(self.path, self.field, "keys", tuple(super().keys()))
 
     def _changed(self, *args: Any, **kwargs: Any) -> Any:
-        raise Untraceable("forward changes which children it has")
+        raise Untraceable("forward changes what the module holds")
 
     __setitem__ = __delitem__ = pop = popitem = update = setdefault = clear = _changed
 
 
-class _Tensors(dict):
-    """A module's `_parameters` or `_buffers`, giving out graph values."""
+class _Children(_Held):
+    """Giving out shadows."""
 
-    __slots__ = ("path", "session")
+    __slots__ = ("made",)
 
-    def __init__(self, tensors: dict[str, Any], session: Session, path: Path):
-        super().__init__(tensors)
-        self.session, self.path = session, path
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        module = super().__getitem__(name)
+        if module is None:
+            self.session.read(self.path, name, "none", None)
+            return None
+        if name not in self.made:
+            self.made[name] = make(module, self.session, (*self.path, name))
+        self.session.read(self.path, name, "child", None)
+        return self.made[name]
+
+
+class _Tensors(_Held):
+    """Giving out graph values."""
+
+    __slots__ = ()
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
         self.session.read(self.path, name, "none" if value is None else "tensor", None)
         return None if value is None else self.session.tensor(self.path, name, value)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401  it is this method
-
-    def values(self) -> Any:
-        return [self[name] for name in self]
-
-    def items(self) -> Any:
-        return [(name, self[name]) for name in self]
-
-    def _changed(self, *args: Any, **kwargs: Any) -> Any:
-        raise Untraceable("forward replaces a parameter or buffer")
-
-    __setitem__ = __delitem__ = pop = popitem = update = setdefault = clear = _changed
 
 
 _classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
@@ -248,9 +248,8 @@ def make(module: nn.Module, session: Session, path: Path = (), cls: type | None 
     except TypeError as error:
         raise Untraceable(f"{type(module).__name__} cannot be shadowed ({error})") from None
     own = dict(module.__dict__)
-    own["_modules"] = _Children(own["_modules"], session, path)
-    own["_parameters"] = _Tensors(own["_parameters"], session, path)
-    own["_buffers"] = _Tensors(own["_buffers"], session, path)
+    for field, kind in (("_modules", _Children), ("_parameters", _Tensors), ("_buffers", _Tensors)):
+        own[field] = kind(own[field], session, path, field)
     own["training"] = session.training
     own[STATE] = (session, path)
     object.__getattribute__(shadow, "__dict__").update(own)

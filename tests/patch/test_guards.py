@@ -124,6 +124,36 @@ def test_attributes_read_by_the_forward_changed_later():
     assert set(fallbacks(model)) == {"scale has changed", "extra has been set"}
 
 
+ASKED = {
+    "in children": lambda self, y: self.more(y) if "more" in self._modules else y,
+    "a child": lambda self, y: self._modules.get("more", self.act)(y),
+    "in parameters": lambda self, y: y * self.scale if "scale" in self._parameters else y,
+    "parameters": lambda self, y: y + sum(self.parameters(recurse=False), 0),
+    "buffers": lambda self, y: y + sum(self._buffers.values(), 0),
+    "how many": lambda self, y: y + len(self._buffers),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_a_forward_looks_for_added_later(name):
+    class Looks(Pair):
+        asks = ASKED[name]
+
+        def forward(self, x):
+            return self.asks(self.act(self.fc(x)))
+
+    model = Looks(nn.Linear(8, 8), nn.ReLU())
+    fl.patch_model(model, on_fallback="ignore")
+    original = fl.unpatch_model(twin(model))
+    assert torch.equal(model(X), original(X)) and not fallbacks(model)
+    scale, more = nn.Parameter(torch.full((8,), 3.0)), nn.Linear(8, 8)
+    for m in (model, original):
+        m.scale, m.more = scale, more
+        m.register_buffer("offset", torch.ones(8))
+    assert torch.equal(model(X), original(X))
+    assert len(fallbacks(model)) == 1 and "have changed" in next(iter(fallbacks(model)))
+
+
 def test_an_optional_child_removed_later():
     class Optional(Pair):
         def forward(self, x):
