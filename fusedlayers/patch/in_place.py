@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..ops._dtypes import promoted
 from .layout import Tree
 
 
@@ -32,38 +32,40 @@ def as_left(
     late: list[torch.dtype | None] = []
     for tree in trees:
         made: list[torch.dtype] = []
-        dtype = _dtype(tree, operands, low, made)
-        late.append(dtype if made else None)
+        kind = _dtype(tree, operands, low, made)
+        late.append(kind[0] if made and kind is not None else None)
     return tuple(next((t.to(dtype) for t, dtype in low if t is a), a) for a in args), late
 
 
 def _dtype(
     tree: Tree, operands: tuple[Any, ...], low: list[tuple[Tensor, torch.dtype]], made: list[torch.dtype]
-) -> torch.dtype | None:
-    """Of what `tree` says. `low` takes operands that are added in place to something of a lower dtype, and that; `made`
-    the dtypes of what is no operand."""
+) -> tuple[torch.dtype, int] | None:
+    """Of what `tree` says, with its number of dims: a tensor of none leaves the dtype of others be. `low` takes
+    operands that are added in place to something of a lower dtype, and that; `made` the dtypes of what is no operand.
+    """
     if isinstance(tree, int):
-        return operands[tree].dtype if isinstance(operands[tree], Tensor) else None
+        return (operands[tree].dtype, operands[tree].dim()) if isinstance(operands[tree], Tensor) else None
     if not tree:
         return None
     kind, *parts = tree
     parts = parts[1:] if kind == "drop" else parts
     found = [_dtype(part, operands, low, made) for part in parts]
     if kind == "into" and found[0] is not None:
-        for part, dtype in zip(parts[1:], found[1:], strict=True):
-            wide = found[0] if dtype is None else torch.promote_types(found[0], dtype)
-            if not torch.can_cast(wide, found[0]):
-                torch.empty((), dtype=found[0]).add_(torch.empty((), dtype=dtype))  # raises what eager does
-            elif wide is not found[0]:
+        left = found[0][0]
+        for part, other in zip(parts[1:], found[1:], strict=True):
+            wide = left if other is None else promoted(found[0], other)
+            if not torch.can_cast(wide, left):
+                torch.empty((), dtype=left).add_(torch.empty((), dtype=wide))  # raises what eager does
+            elif wide is not left:
                 operand = _operand(part)
                 if operand is None:
-                    made.append(dtype)
+                    made.append(wide)
                 else:
-                    low.append((operands[operand], found[0]))
+                    low.append((operands[operand], left))
     if kind != "new":
         return found[0]
-    known = [d for d in found if d is not None]
-    return functools.reduce(torch.promote_types, known) if known else None
+    known = [k for k in found if k is not None]
+    return (promoted(*known), max(dims for _, dims in known)) if known else None
 
 
 def _operand(tree: Tree) -> int | None:

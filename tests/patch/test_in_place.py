@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -51,6 +53,29 @@ def test_a_sum_in_place_keeps_the_dtype_of_its_left_operand():
             for a, b in zip(*found, strict=True):
                 assert a.dtype == b.dtype
                 torch.testing.assert_close(a, b, rtol=2e-2, atol=4e-2)  # a few ulp: what is added is rounded first
+
+
+def test_a_factor_without_dims_leaves_the_dtype_of_a_sum_in_place():
+    """ReZero's, in float32 beside values in half precision: seen to widen the sum."""
+
+    def scaled_first(self, x, r):
+        h = self.alpha * x
+        h += r
+        return self.act(h)
+
+    def scaled_last(self, x, r):
+        h = r * 1
+        h += self.alpha * x
+        return self.act(h)
+
+    low, wide = torch.randn(3, 4).bfloat16(), torch.randn(3, 4)
+    for forward, args in itertools.product((scaled_first, scaled_last), ((low, wide), (low, low), (wide, low))):
+        original = block(forward, alpha=nn.Parameter(torch.tensor(0.5)), act=nn.GELU())
+        patched = fl.patch_model(twin(original), on_fallback="raise")
+        assert fl.explain(patched).fused
+        got, want = patched(*args), original(*args)
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=4e-2)
 
 
 def test_a_sum_in_place_that_no_cast_allows_raises_as_eager_does():
