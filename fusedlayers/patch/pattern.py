@@ -87,7 +87,8 @@ class Content:
 
 
 _ADD, _MUL = (operator.add, operator.iadd, torch.add), (operator.mul, operator.imul, torch.mul)
-SUMS = frozenset((*_ADD, *_MUL, "add", "add_", "mul", "mul_"))
+ADDITIONS = frozenset((*_ADD, "add", "add_"))
+SUMS = frozenset((*ADDITIONS, *_MUL, "mul", "mul_"))
 """What `add` and `mul` match."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -17,11 +17,11 @@ from torch.fx import Node
 from . import effects
 from .codegen import Child, Variant
 from .guards import original_class
-from .pattern import Content, State
+from .pattern import ADDITIONS, SUMS, Content, State, may_pass_through
 from .records import Counts, Found, kind_of
 from .rule import NO_MATCH, Call, Match, Rule
 from .shadow import Path
-from .trace import Trace
+from .trace import GIVEN, TENSOR, Trace
 from .written import as_written
 
 Allow = Callable[[tuple[Path, ...], str], "str | None"]
@@ -41,6 +41,7 @@ class Sites:
         self.missed: list[tuple[Rule, set[Node], tuple[Path, ...], str]] = []
         self.gone: set[Node] = set()
         self.fused = False
+        self.form = dict(traced.form)
         self.counts = self._count()
         content = self._content()
         for rule in rules:
@@ -65,7 +66,7 @@ class Sites:
         """`opened` are children whose own forward does not run, so that nothing may be hooked to it."""
         reads = list(self.traced.reads.values())
         members = [*opened, *self.members.values()]
-        return Variant(self.traced.form, self.traced.training, self.graph, reads, members, self.fused)
+        return Variant(self.form, self.traced.training, self.graph, reads, members, self.fused)
 
     def _count(self) -> Counts:
         counts = Counts()
@@ -119,6 +120,9 @@ class Sites:
     def _obstacle(self, rule: Rule, root: Node, state: State) -> str | None:
         """What in the data flow around a match forbids computing it in one place."""
         inside = {n for _, n in state.nodes}
+        for node, argument in self._summed(inside):
+            if argument.args and node.target in ADDITIONS:
+                return f"{_say(argument)} is a number unless it is given"
         outputs = self._outputs(rule, root, state)
         for name, node in state.nodes:
             if node not in outputs and not set(node.users) <= inside:
@@ -179,6 +183,7 @@ class Sites:
         outputs = self._outputs(rule, root, match.state)
         members = children_of(made, match)
         made = as_written(made, match.state, outputs, bool(rule.outputs or passed))
+        self._demand(nodes)
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         readers = [u for o in outputs for u in o.users if u not in nodes]
         before = min([root.next, *readers], key=lambda n: order.get(n, len(order)))
@@ -207,6 +212,22 @@ class Sites:
         if reduced is not None:
             site = Found("reduced", rule.name, paths, f"not {reduced[0].name}: {reduced[3]}")
         self._place(nodes, site)
+
+    def _demand(self, nodes: set[Node]) -> None:
+        """Of arguments that a fused op adds, that they are tensors; one to multiply by may be a number. None is
+        neither: ops are given it where there is nothing to add or multiply by."""
+        for node, argument in self._summed(nodes):
+            if self.form.get(argument.target, GIVEN) == GIVEN:
+                self.form[argument.target] = TENSOR if node.target in ADDITIONS else GIVEN
+
+    def _summed(self, nodes: set[Node]) -> Iterator[tuple[Node, Node]]:
+        """The sums and products among these nodes, each with the arguments of the forward that it has as operands."""
+        for node in nodes:
+            for operand in node.args if node.op != "call_module" and node.target in SUMS else ():
+                while operand in nodes and may_pass_through(operand, self.module):
+                    operand = operand.args[0]
+                if isinstance(operand, Node) and operand.op == "placeholder":
+                    yield node, operand
 
     def _place(self, nodes: Iterable[Node], found: Found) -> None:
         self.placed.append((min(self.position.get(n, len(self.position)) for n in nodes), found))

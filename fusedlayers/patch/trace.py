@@ -471,7 +471,8 @@ def _arguments(tracer: _Tracer, signature: inspect.Signature, form: dict[str, An
             elif isinstance(wanted, Exactly):
                 value = wanted.value
             else:
-                value = tracer.create_proxy("placeholder", name, (), {})
+                number = type(parameter.default) in (bool, int, float)
+                value = tracer.create_proxy("placeholder", name, (parameter.default,) if number else (), {})
             if parameter.kind is kinds.KEYWORD_ONLY:
                 kwargs[name] = value
             else:

@@ -154,6 +154,47 @@ def test_what_a_forward_looks_for_added_later(name):
     assert len(fallbacks(model)) == 1 and "have changed" in next(iter(fallbacks(model)))
 
 
+SUMMED = {
+    "norm(x + r)": lambda self, x, r: self.norm(x + r),
+    "norm(drop(x) + r)": lambda self, x, r: self.norm(self.drop(x) + r),
+    "act(r + x)": lambda self, x, r: self.act(r + x),
+    "act(bn(x) + r)": lambda self, x, r: self.act(self.bn(x) + r),
+    "r + drop(x)": lambda self, x, r: r + self.drop(x),
+    "act(x) * r": lambda self, x, r: self.act(x) * r,
+    "x + r * fc(x)": lambda self, x, r: x + r * self.fc(x),
+}
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_arguments_that_are_no_tensors(name):
+    """Seen to fail where a number was added, and to leave out what was None."""
+    model = type("Block", (nn.Module,), {"forward": SUMMED[name]})()
+    model.norm, model.bn, model.drop = nn.LayerNorm(8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+    model.fc, model.act = nn.Linear(8, 8), nn.GELU()
+    patched = fl.patch_model(twin(model), on_fallback="ignore")
+    for r in (X, 0, 2.5):
+        found = []
+        for m in (patched, model):
+            torch.manual_seed(0)
+            found.append(m(X, r))
+        torch.testing.assert_close(*found)
+    for m in (patched, model):
+        with pytest.raises(TypeError, match="unsupported operand type"):
+            m(X, None)
+
+
+def test_an_argument_that_is_a_number_unless_given():
+    class Shifted(Pair):
+        def forward(self, x, shift=0):
+            return self.act(self.fc(x) + shift)
+
+    model = Shifted(nn.Linear(8, 8), nn.GELU())
+    patched = fl.patch_model(twin(model), on_fallback="raise")
+    assert "shift is a number unless it is given" in [r.reason for r in fl.explain(patched).skipped]
+    for args in ((), (2,), (X,)):
+        assert torch.equal(patched(X, *args), model(X, *args))
+
+
 def test_an_optional_child_removed_later():
     class Optional(Pair):
         def forward(self, x):
