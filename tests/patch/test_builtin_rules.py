@@ -310,6 +310,23 @@ def test_dropout_in_place_stays_torchs_own():
     assert [kind for kind, _ in sites(layer) if kind == "transformer_encoder_layer"]
 
 
+def test_dropout_of_what_is_no_floating_point():
+    """As torch takes it or refuses it: seen to fail where nothing scales it."""
+
+    def called(self, x):
+        return self.fc(x.real.float()) + F.dropout(x, 0.5, self.training)
+
+    for forward in (called, lambda self, x: self.fc(x.real.float()) + self.drop(x)):
+        model = block(forward, fc=nn.Linear(6, 6), drop=nn.Dropout(0.5))
+        patched = fl.patch_model(twin(model), on_fallback="raise")
+        assert sites(patched) == [("scale_residual", ("drop",) if forward is not called else ("",))]
+        x = torch.ones(7, 6, dtype=torch.int64)
+        assert torch.equal(patched.eval()(x), model.eval()(x))
+        for m in (patched.train(), model.train()):
+            with pytest.raises(RuntimeError, match="can't be cast to the desired output type Long"):
+                m(x)
+
+
 def test_dropout_is_not_moved_past_other_randomness():
     def forward(self, x):
         a = self.drop(self.fc(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import functional as fused
@@ -30,7 +31,10 @@ def scale_residual(
     if path is not None and path.training:
         q = path.drop_prob if hasattr(path, "drop_prob") else path.p
     if not (isinstance(x, Tensor) and isinstance(residual, Tensor) and x.is_floating_point()):
-        return residual + scale * x  # arithmetic on sizes and positions
+        y = x if scale is None else scale * x  # arithmetic on sizes and positions
+        if isinstance(drop, nn.Module) or p:
+            y = drop(y) if isinstance(drop, nn.Module) else F.dropout(y, p)
+        return residual + (y if path is None else path(y))
     if isinstance(scale, Tensor) and not p and not q:
         return _multiply_add(scale, x, residual)
     return fused.scale_residual(x, residual, scale, dropout_p=p, drop_path_p=q, training=True)
