@@ -91,7 +91,10 @@ class _BatchNormAct(torch.autograd.Function):
         dshift = None if ctx.shift is None else saved[0].new_zeros(saved[0].shape[1], dtype=ctx.shift)
         rest = None, None, dshift, None, None
         if torch.is_grad_enabled() or g_z is not None or g_stats is not None:
-            return *call.composite(*saved, needs, g, g_z, g_stats), *rest
+            grads = call.composite(*saved, needs, g, g_z, g_stats)
+            if dshift is not None and grads[0] is not None:  # 0 with a graph behind it, as eager's
+                dshift = grads[0].sum([d for d in range(grads[0].dim()) if d != 1]).to(ctx.shift)
+            return *grads, None, None, dshift, None, None
         try:
             return *call.backward(*saved, needs, g), *rest
         except KernelError as error:

@@ -477,3 +477,14 @@ def test_gradient_of_a_shift_twice(device):
         found.append([*grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), given[:4])])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_gradient_of_a_shift_alone_twice(device):
+    """Seen to fail: a 0 that nothing had led to."""
+    x, weight, bias, _ = inputs((5, 4, 3), torch.float64, device)
+    shift = randn(4, dtype=torch.float64, device=device, seed=8)
+    for fn in with_shift("tanh", True, False):
+        (grad,) = torch.autograd.grad(fn(x, shift, weight, bias, None).square().sum(), shift, create_graph=True)
+        (again,) = torch.autograd.grad(grad.square().sum(), x)
+        torch.testing.assert_close(grad, torch.zeros_like(grad))
+        torch.testing.assert_close(again, torch.zeros_like(again))
