@@ -326,7 +326,8 @@ def _cached_call(
     spatial = [d for d in real if d > 1]
     outer = [d for d in (0, 1) if shape[d] != 1]
     row = real == outer + spatial
-    if row or (real[-1:] == [1] and real[:-1] == outer[:-1] + spatial):
+    last = len(shape) in (4, 5) and real[-1:] == [1] and real[:-1] == outer[:-1] + spatial
+    if (row or last) and spatial == sorted(spatial):  # in torch's formats, which its own results have
         dense = dense_stride(tuple(shape), tuple(stride))
     else:
         row, dense = True, tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))

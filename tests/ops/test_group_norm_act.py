@@ -89,6 +89,17 @@ def test_every_layout(layout, which, device):
     compare(fused(3), eager(3), given)
 
 
+@pytest.mark.parametrize("order", [(0, 2, 1), (1, 0, 2), (0, 1, 3, 2), (3, 1, 0, 2), (0, 3, 1, 2, 4)], ids=str)
+def test_results_lie_contiguous_where_the_input_has_no_format(order, device):
+    """As torch's do, for views that follow: seen to keep the order of a Linear's transposed result."""
+    shape = [4, 6, 2, 5, 3][: len(order)]
+    x = torch.randn([shape[d] for d in order], device=device).permute([order.index(d) for d in range(len(order))])
+    x = x[:, :4]
+    got = fused(2)(x, *inputs((4, 4), torch.float32, device)[1:])
+    want = eager(2)(x, *inputs((4, 4), torch.float32, device)[1:])
+    torch.testing.assert_close(got, want, check_stride=True)
+
+
 def test_gradients_of_any_stride(device):
     given = inputs((4, 6, 5, 3), torch.float32, device)
     for g in (
