@@ -46,8 +46,8 @@ class Session(Protocol):
 
 def plain(value: Any) -> bool:
     """Whether a value can be compared later to see that it has not changed."""
-    if isinstance(value, ATOMS):
-        return True
+    if isinstance(value, ATOMS):  # a number or string of a class of its own may carry more than compares
+        return isinstance(value, (enum.Enum, type)) or not getattr(value, "__dict__", None)
     if type(value) in (tuple, list, set, frozenset):
         return all(plain(v) for v in value)
     if type(value) is dict:

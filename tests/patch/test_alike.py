@@ -106,6 +106,31 @@ def test_nothing_is_kept_from_one_patching_to_the_next():
     assert not len(trace._kept)
 
 
+class Named(str):
+    """Equal to others of its name."""
+
+
+def _named(name, scale):
+    made = Named(name)
+    made.scale = scale
+    return made
+
+
+@pytest.mark.parametrize("attribute", ["of_a_layer", "sizes"])
+def test_a_string_that_carries_more_than_compares(attribute):
+    class Carried(Block):
+        def forward(self, x):
+            return self.act(self.fc(x)) * getattr(self, attribute).scale
+
+    model = Blocks(Carried(), Carried())
+    for block, scale in zip(model.blocks, (2.0, 3.0), strict=True):
+        setattr(block, attribute, _named("half", scale))
+    x = torch.randn(3, 4)
+    expected = model(x)
+    for a, b in zip(fl.patch_model(model)(x), expected, strict=True):
+        assert torch.equal(a, b)
+
+
 class Asked(nn.Module):
     """Its settings are no attributes: what answers for them is its own."""
 
