@@ -146,6 +146,11 @@ class Sites:
         if rule.random and any(effects.is_random(n, self.module) for n in between):
             return "something in between may draw random numbers"
         norms = {c.module for c in state.children if isinstance(c.module, nn.modules.batchnorm._NormBase)}
+        for node in order if norms else ():
+            owner, _, name = str(node.target).rpartition(".")
+            held = effects.child(self.module, owner) if owner and node.op == "get_attr" else None
+            if held in norms and name in held._buffers:  # which read comes before the update, and which after
+                return f"the forward itself reads {node.target}"
         for node in between:
             called = effects.child(self.module, node.target) if node.op == "call_module" else None
             if norms and called is not None and norms & set(called.modules()):

@@ -176,6 +176,22 @@ def test_one_batch_norm_called_twice_keeps_the_order_of_its_statistics():
     torch.testing.assert_close(patched.bn.running_mean, model.bn.running_mean)
 
 
+@pytest.mark.parametrize("name", ["running_mean", "num_batches_tracked"])
+def test_a_forward_that_reads_the_statistics_of_its_norm(name):
+    """Between norm and activation: seen to be given those of the step before."""
+
+    def forward(self, x):
+        h = self.bn(x)
+        seen = getattr(self.bn, name) * 1.0
+        return self.act(h), seen
+
+    model = block(forward, bn=nn.BatchNorm2d(6), act=nn.ReLU())
+    patched = fl.patch_model(twin(model), on_fallback="raise")
+    assert f"the forward itself reads bn.{name}" in [r.reason for r in fl.explain(patched).skipped]
+    for got, want in zip(patched(IMAGE), model(IMAGE), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_sync_and_quantized_batch_norms_are_left_alone():
     class Mine(nn.BatchNorm2d):
         """A subclass, which may do anything."""
