@@ -99,8 +99,8 @@ class Sites:
                 continue
             reason = state.problems[0] if state.problems else self._obstacle(rule, root, state)
             paths = self._paths(state)
-            made = reason or objection or self.allow(paths, rule.name) or made_of(rule, match)
             inside = {n for _, n in state.nodes}
+            made = reason or objection or self._number(inside) or self.allow(paths, rule.name) or made_of(rule, match)
             if isinstance(made, Call) and inside & {
                 a for a in (*made.args, *made.kwargs.values()) if isinstance(a, Node)
             }:
@@ -120,9 +120,6 @@ class Sites:
     def _obstacle(self, rule: Rule, root: Node, state: State) -> str | None:
         """What in the data flow around a match forbids computing it in one place."""
         inside = {n for _, n in state.nodes}
-        for node, argument in self._summed(inside):
-            if argument.args and node.target in ADDITIONS:
-                return f"{_say(argument)} is a number unless it is given"
         outputs = self._outputs(rule, root, state)
         for name, node in state.nodes:
             if node not in outputs and not set(node.users) <= inside:
@@ -217,6 +214,11 @@ class Sites:
         if reduced is not None:
             site = Found("reduced", rule.name, paths, f"not {reduced[0].name}: {reduced[3]}")
         self._place(nodes, site)
+
+    def _number(self, nodes: set[Node]) -> str | None:
+        """Which argument is added that may be a number, if any."""
+        added = (a for n, a in self._summed(nodes) if a.args and n.target in ADDITIONS)
+        return next((f"{_say(a)} is a number unless it is given" for a in added), None)
 
     def _demand(self, nodes: set[Node]) -> None:
         """Of arguments that a fused op adds, that they are tensors; one to multiply by may be a number. None is
