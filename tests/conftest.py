@@ -11,6 +11,13 @@ import fusedlayers as fl
 from fusedlayers import kernels
 
 torch.set_num_threads(1)
+torch.manual_seed(0)  # what modules of tests draw when they are imported
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same draws in a test wherever and after whatever it runs."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

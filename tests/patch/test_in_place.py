@@ -52,7 +52,8 @@ def test_a_sum_in_place_keeps_the_dtype_of_its_left_operand():
                 found.append([*outs, *(t.grad for t in given)])
             for a, b in zip(*found, strict=True):
                 assert a.dtype == b.dtype
-                torch.testing.assert_close(a, b, rtol=2e-2, atol=4e-2)  # a few ulp: what is added is rounded first
+                off = (a.detach().float() - b.detach().float()).norm()
+                assert off <= 2e-2 * b.float().norm()  # a few ulp: what is added is rounded first
 
 
 def test_a_factor_without_dims_leaves_the_dtype_of_a_sum_in_place():
