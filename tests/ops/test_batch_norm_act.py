@@ -180,6 +180,36 @@ def test_every_layout(layout, which, device):
     compare(fused("gelu"), eager("gelu"), given)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((3, 6, 4), (0, 2, 1)),
+        ((2, 6, 5, 7), (0, 3, 1, 2)),
+        ((2, 6, 5, 7), (0, 2, 1, 3)),
+        ((2, 6, 5, 7), (0, 1, 3, 2)),
+        ((6, 4), (1, 0)),
+        ((2, 3, 4, 5, 6), (0, 4, 1, 2, 3)),
+        ((2, 3, 4, 5, 6), (0, 2, 1, 3, 4)),
+        ((2, 1, 4, 3), (0, 1, 3, 2)),
+    ],
+    ids=str,
+)
+def test_results_lie_in_memory_as_eagers_do(shape, order, training, dtype, device):
+    """What follows may view them."""
+    x = randn(*shape, dtype=dtype, device=device).detach().permute(order).requires_grad_()
+    C = x.shape[1]
+    found = []
+    for fn in (fused("relu", training=training), eager("relu", training=training)):
+        ones, zeros = (make(C, device=device, dtype=dtype) for make in (torch.ones, torch.zeros))
+        y = fn(x, ones, zeros, None, zeros.clone(), ones.clone())
+        found.append((y, *torch.autograd.grad(y.square().sum(), x)))
+    (ours, grad), (theirs, expected) = found
+    assert ours.stride() == theirs.stride()
+    torch.testing.assert_close(grad.float(), expected.float(), rtol=5e-2, atol=5e-2)
+
+
 def test_gradients_of_any_stride(device):
     x, weight, bias, r = inputs((6, 4, 5, 3), torch.float32, device, residual=True)
     wanted = (x, weight, bias, r)
