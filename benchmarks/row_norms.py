@@ -114,8 +114,8 @@ def capture(case: Case, fn: Fn, direction: str) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def turns(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int = 15) -> dict[str, float]:
-    """Median microseconds of one run in each graph; they take turns."""
+def turns(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int = 25) -> dict[str, list[float]]:
+    """Lower quartile, median and upper quartile of the microseconds of one run in each graph; they take turns."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():
@@ -126,7 +126,7 @@ def turns(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int = 15) -> dict[str
             end.record()
             end.synchronize()
             times[name].append(1000 * begin.elapsed_time(end) / REPEATS)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.quantiles(found, n=4) for name, found in times.items()}
 
 
 def worst_error(norm: str, cols: int, residual: bool) -> float:
@@ -152,8 +152,9 @@ def run_case(case: Case, contenders: dict[str, Fn], speed: float) -> dict[str, A
             except Exception as error:
                 row.setdefault("failed", {})[f"{name} {direction}"] = f"{type(error).__name__}: {error}"[:300]
                 torch.cuda.synchronize()
-        for name, us in turns(graphs).items():
-            row.setdefault(name, {})[direction] = {"us": us, "of_copy": nbytes / (us / 1e6) / speed}
+        for name, (low, us, high) in turns(graphs).items():
+            found = {"us": us, "quartiles": [low, high], "of_copy": nbytes / (us / 1e6) / speed}
+            row.setdefault(name, {})[direction] = found
         for graph in graphs.values():
             graph.reset()
         del graphs
@@ -247,7 +248,7 @@ def sweep(args: argparse.Namespace) -> dict[str, Any]:
                     print(f"{tile}: {type(error).__name__}: {error}"[:300])
             setattr(_row_norm, f"{direction}_tile", default)
             _row_norm._cached_call.cache_clear()
-            times = turns(graphs)
+            times = {tile: us for tile, (_, us, _) in turns(graphs).items()}
             print(f"{case.name} {direction}")
             for tile in sorted(times, key=times.__getitem__)[: args.best]:
                 share = case.bytes[direction] / (times[tile] / 1e6) / speed
