@@ -70,10 +70,28 @@ def test_the_launcher_gets_what_run_would_give_it(pretended):
     assert direct == through_run and arguments(direct) == (t.data_ptr(), None, 1, 2, 5, True)
 
 
-def test_a_kernel_that_needs_scratch_memory_goes_through_run():
-    kernel = compiled(scratch=16)
+def test_a_kernel_that_needs_scratch_memory_goes_through_run(monkeypatch):
+    """Which gets torch's for this launch alone: the allocator that others set stays theirs."""
+    from triton.runtime import _allocation
+
+    monkeypatch.setattr(launch, "_memory", lambda size, alignment, stream: torch.empty(size, dtype=torch.int8))
+    kernel, seen = compiled(scratch=16), []
+    kernel.run = lambda *args, **options: seen.append((args, options, _allocation._allocator.get()))
+    kernel.run.global_scratch_size = 16
     fire, bound, packed = launch._ready(kernel)
-    assert fire is kernel.run and bound == (7, ("metadata",), None, None, None) and not packed
+    assert bound == (7, ("metadata",), None, None, None) and not packed
+    before = _allocation._allocator.get()
+    fire(3, 1, 1, 99, *bound, 5)
+    ((args, _, allocator),) = seen
+    assert args == (3, 1, 1, 99, *bound, 5)
+    assert allocator is launch._memory and allocator is not before and _allocation._allocator.get() is before
+
+    def failing(*args):
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        launch.scratched(failing)()
+    assert _allocation._allocator.get() is before
 
 
 def test_a_launcher_of_another_kind_is_called_as_it_is():
