@@ -147,10 +147,12 @@ def test_random_lengths_count_the_kernels_built(monkeypatch):
 
     small = workloads.Workload("bert", lambda d, tiny: (Small(), ()), lambda m, ids: m(ids).square().sum())
     monkeypatch.setattr(lengths, "workloads", lambda: [small])
-    found = lengths.measure("cpu", ["eager"], Budget(None))["lengths"]
+    *_, found = (made["lengths"] for made in lengths.measure("cpu", ["eager"], Budget(None), {}))
+    (again, _) = (made["lengths"] for made in lengths.measure("cpu", ["eager"], Budget(None), found))
+    assert again == found, "what is known is not measured again"
     assert set(found) == {"eager", "patched"}
     assert found["patched"]["worst_step_over_its_median"] > 0
-    assert lengths.measure("cpu", [], Budget(0))["lengths"]["eager"]["skipped"]
+    assert next(lengths.measure("cpu", [], Budget(0), {}))["lengths"]["eager"]["skipped"]
     late = SimpleNamespace(left=40.0)  # it is used up after the first step
     monkeypatch.setattr(lengths, "seconds", lambda step, device: setattr(late, "left", 13.0) or 0.5)
     cut_off = lengths._steps(small, "eager", "cpu", late)

@@ -64,9 +64,12 @@ def main(args: argparse.Namespace, peers: Sequence[str], device: str, budget: Bu
                 result = {**before, "compile_error": result["error"]}
             emit(result)
             clear(device)
-    for name, measure in (("first-step", first_step.measure), ("lengths", lengths.measure)):
-        if args.only == name:
-            emit({"case": name, **measure(device, peers, budget)})
+    if args.only == "first-step":
+        emit({"case": args.only, **first_step.measure(device, peers, budget)})
+    if args.only == "lengths":
+        known = by_name.get(args.only, {}).get("lengths", {})
+        for found in lengths.measure(device, peers, budget, known):
+            emit({"case": args.only, **found})
     if args.plot:
         from . import plots
 
