@@ -69,8 +69,8 @@ def auto(plan: Plan) -> str:
     """The route where none is forced. The vendor's products are as fast as any here; what is fused is what follows.
 
     ReLU rides in the library's epilogue, nearly free. The others cost one pass forward, as in a plain kernel's
-    epilogue, which hides no arithmetic; backward, one pass gives the gradient of activation and bias together. With
-    nothing to follow eager is already one call.
+    epilogue, which hides no arithmetic, unless `_overlap` does; backward, one pass gives the gradient of activation and
+    bias together. With nothing to follow eager is already one call.
     """
     return "reference" if plan.act.name == "identity" else "library"
 
