@@ -193,7 +193,7 @@ class _Call:
         return (number, *sizes, *_dropout.constants(drop), *flags, *_dropout.drawn(drop, loops.numel, loops.C))
 
     def _prepare_apply(self, key: Any, has_residual: bool, has_scale: bool, in_memory: bool) -> Any:
-        grid, tile, warps = _forward_tile(self.loops)
+        grid, tile, warps = _forward_tile(self.loops, self.drop.mode != _dropout.OFF)
         rest = (*self._rest(has_scale, has_residual, in_memory), *tile)
         run = self._launches[key] = load("launch").Launch(load("residual").forward, grid, rest, warps)
         return run
@@ -340,10 +340,17 @@ FORWARD = 2048, 4096, 4
 BACKWARD = 4096, 2048, 4, 1056
 
 
-def _forward_tile(loops: _Loops) -> tuple[tuple[int], tuple[int, int], int]:
-    """Grid, tile and warps of the forward: a block takes one tile, wide along memory."""
+def _forward_tile(loops: _Loops, draws: bool) -> tuple[tuple[int], tuple[int, int], int]:
+    """Grid, tile and warps of the forward: a block takes one tile, wide along memory.
+
+    Where a mask is drawn, which is most of the arithmetic, no tile reaches beyond its row where that can be had.
+    """
     elements, warps = FORWARD[0 if loops.col else 1], FORWARD[2]
-    wide = max(8, min(next_power_of_2(loops.C), 1024 if loops.col else elements))
+    most = 1024 if loops.col else elements
+    wide = max(8, min(next_power_of_2(loops.C), most))
+    even = min(loops.C & -loops.C, most)  # the largest power of two that divides C
+    if draws and even >= 256 and loops.T * even >= elements:
+        wide = even
     tall = max(1, min(next_power_of_2(loops.T), elements // wide))
     return (loops.A * cdiv(loops.T, tall) * cdiv(loops.C, wide),), (tall, wide), warps
 

@@ -456,3 +456,20 @@ def test_a_kernel_that_fails_draws_nothing(device, monkeypatch):
         else:
             y = scale_residual(x, residual, scale)
     torch.testing.assert_close(y, eager(x, residual, scale))
+
+
+@pytest.mark.parametrize(
+    ("C", "T", "draws", "tile"),
+    [
+        (768, 65536, True, (8, 256)),  # a quarter of every row of 1024 would be drawn for nothing
+        (768, 65536, False, (2, 1024)),
+        (1024, 65536, True, (2, 1024)),
+        (320, 65536, True, (4, 512)),
+        (768, 4, True, (2, 1024)),  # too few rows to fill a tile
+    ],
+)
+def test_tiles_of_a_forward_that_draws(C, T, draws, tile, device):
+    loops = op._loops((T, C), (C, 1), (C, 1), ((C,), (1,)), False)
+    (blocks,), found, _ = op._forward_tile(loops, draws)
+    assert found == tile
+    assert blocks == math.ceil(T / tile[0]) * math.ceil(C / tile[1])
