@@ -109,6 +109,30 @@ def _write(desc, row, col, held, value):
 
 
 @gluon.jit
+def _upon(total, held, z_desc, bias_ptr, row, col, cols, N, ACT: gl.constexpr, P0: gl.constexpr,
+          P1: gl.constexpr):  # fmt: skip
+    """Writes z, half a tile of a forward, and gives `act(z)`."""
+    if bias_ptr is not None:
+        total += gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
+    z = total.to(z_desc.dtype)
+    _write(z_desc, row, col, held, z)
+    return ACT(z.to(gl.float32), P0, P1).to(z_desc.dtype)
+
+
+@gluon.jit
+def _through(total, held, dz_desc, partial_ptr, m, row, col, cols, N, ACT: gl.constexpr, GRAD: gl.constexpr,
+             P0: gl.constexpr, P1: gl.constexpr):  # fmt: skip
+    """Writes dz, half a tile of a backward, in the place of z, and its sums, and gives `act(z)`."""
+    z = held.load(total.type.layout).to(gl.float32)
+    dz = GRAD(total, z, P0, P1)
+    h = ACT(z, P0, P1).to(dz_desc.dtype)
+    if partial_ptr is not None:
+        gl.store(partial_ptr + m.to(gl.int64) * N + cols, gl.sum(dz, axis=0), mask=cols < N)
+    _write(dz_desc, row, col, held, dz.to(dz_desc.dtype))
+    return h
+
+
+@gluon.jit
 def _activate(first_desc, second_desc, z_desc, bias_ptr, partial_ptr, a_ring, b_ring, held, full, empty, z_full, turn,
               tiles_m, tiles_n, steps, N, ACT: gl.constexpr, GRAD: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr,
               B_ROWS: gl.constexpr, BACKWARD: gl.constexpr, WHO: gl.constexpr, WARPS: gl.constexpr, BM: gl.constexpr,
@@ -119,7 +143,6 @@ def _activate(first_desc, second_desc, z_desc, bias_ptr, partial_ptr, a_ring, b_
     neither may wait for a slot that has yet to be filled for the other.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16])
-    dtype: gl.constexpr = first_desc.dtype
     HALF: gl.constexpr = BN // 2
     left = held.index(2 * WHO)
     right = held.index(2 * WHO + 1)
@@ -147,30 +170,13 @@ def _activate(first_desc, second_desc, z_desc, bias_ptr, partial_ptr, a_ring, b_
             cols = col + gl.arange(0, HALF, layout=gl.SliceLayout(0, half))
             if BACKWARD:
                 mbarrier.wait(z_full.index(WHO), mine & 1)
-                z = left.load(half).to(gl.float32)
-                dz = GRAD(one, z, P0, P1)
-                h_left = ACT(z, P0, P1).to(dtype)
-                if partial_ptr is not None:
-                    gl.store(partial_ptr + m.to(gl.int64) * N + cols, gl.sum(dz, axis=0), mask=cols < N)
-                _write(first_desc, row, col, left, dz.to(dtype))
-                z = right.load(half).to(gl.float32)
-                dz = GRAD(other, z, P0, P1)
-                h_right = ACT(z, P0, P1).to(dtype)
-                if partial_ptr is not None:
-                    gl.store(partial_ptr + m.to(gl.int64) * N + cols + HALF, gl.sum(dz, axis=0), mask=cols + HALF < N)
-                _write(first_desc, row, col + HALF, right, dz.to(dtype))
+                h_left = _through(one, left, first_desc, partial_ptr, m, row, col, cols, N, ACT, GRAD, P0, P1)
+                h_right = _through(other, right, first_desc, partial_ptr, m, row, col + HALF, cols + HALF, N, ACT, GRAD,
+                                   P0, P1)  # fmt: skip
             else:
                 tma.store_wait(0)
-                if bias_ptr is not None:
-                    one += gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
-                z = one.to(dtype)
-                _write(first_desc, row, col, left, z)
-                h_left = ACT(z.to(gl.float32), P0, P1).to(dtype)
-                if bias_ptr is not None:
-                    other += gl.load(bias_ptr + cols + HALF, mask=cols + HALF < N, other=0.0).to(gl.float32)[None, :]
-                z = other.to(dtype)
-                _write(first_desc, row, col + HALF, right, z)
-                h_right = ACT(z.to(gl.float32), P0, P1).to(dtype)
+                h_left = _upon(one, left, first_desc, bias_ptr, row, col, cols, N, ACT, P0, P1)
+                h_right = _upon(other, right, first_desc, bias_ptr, row, col + HALF, cols + HALF, N, ACT, P0, P1)
             tma.store_wait(1)  # the left half has been read from where it was held
             _write(second_desc, row, col, left, h_left)
             tma.store_wait(1)
