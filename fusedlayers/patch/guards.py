@@ -167,8 +167,10 @@ def read(found: Read, names: Names) -> Guard | None:
         where = ".".join(found.path)
         return Guard(f"type({owner}) is {kind} or {unpatched}(type({owner})) is {kind}", f"{where} has been replaced")
     if found.kind == "method":
-        function = names.bind(found.value, found.name)
-        same = f"getattr(type({owner}), {found.name!r}, None) is {function}"
+        function, kind = names.bind(found.value, found.name), f"type({owner})"
+        if found.name == "forward":  # a child's, which may be patched for who else calls it
+            kind = f"{names.bind(_unpatched)}({kind})"
+        same = f"getattr({kind}, {found.name!r}, None) is {function}"
         return Guard(f"{same} and {found.name!r} not in {owner}.__dict__", f"{where} has been replaced")
     if found.kind == "global":
         missing, (first, *rest) = names.bind(_MISSING, "missing"), found.value.chain

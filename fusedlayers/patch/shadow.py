@@ -87,6 +87,8 @@ class _Shadow:
             session.read(path, name, "method", value.__func__)
             return types.MethodType(session.method(value.__func__), self)
         if name == "forward" and isinstance(value, types.MethodType):
+            if path:
+                session.read(path, name, "method", value.__func__)
             return types.MethodType(session.method(value.__func__), self)
         if not name.startswith("__") and name not in _INTERNAL and _is_class_value(type(self), name):
             return _plain_read(session, path, name, value)

@@ -174,6 +174,7 @@ class _Tracer(TracerBase):
     def call(self, shadow: Any, path: Path, args: tuple, kwargs: dict[str, Any]) -> Any:
         if path in self.inline:
             function = self.inline[path]
+            self.read(path, "forward", "method", function)
             return (function if is_torch(function) else self.method(function))(shadow, *args, **kwargs)
         frame = sys._getframe(2)
         while frame is not None and frame.f_code is not _trace.__code__:

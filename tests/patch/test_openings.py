@@ -169,6 +169,84 @@ def test_a_child_that_is_replaced_or_changed_later():
     assert patched(ROWS).shape == (4, 7, 12)
 
 
+def test_a_child_whose_class_is_given_another_forward():
+    class Own(Up):
+        def forward(self, x):
+            return self.act(self.fc(x))
+
+    model = nn.Sequential(Layer(up=Own), Layer(up=Own))
+    model[0].other = model[0].up
+    patched = fl.patch_model(twin(model), on_fallback="ignore")
+    for a, b in zip(*(_seeded(m) for m in (patched, model)), strict=True):
+        torch.testing.assert_close(a, b)
+    assert not fl.explain(patched).fallbacks
+    Own.forward = lambda self, x: 2 * self.act(self.fc(x))
+    for a, b in zip(*(_seeded(m) for m in (patched, model)), strict=True):
+        torch.testing.assert_close(a, b)
+    assert [list(f) for f in fl.explain(patched).fallbacks.values()] == [["up.forward has been replaced"]] * 2
+
+
+def test_a_child_whose_forward_is_called_by_its_name():
+    class Direct(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = Up()
+
+        def forward(self, x):
+            return self.up.forward(x)
+
+    class Doubling(Up):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    def exchange(m):
+        m.up.__class__ = Doubling
+
+    def give(m):
+        m.up.forward = lambda x: x
+
+    for change in (exchange, give):
+        model = Direct()
+        patched = fl.patch_model(twin(model), on_fallback="ignore")
+        assert set(sites(patched)) == {("linear_act", ("up.fc", "up.act"))}
+        assert torch.equal(patched(ROWS), model(ROWS)) and not fl.explain(patched).fallbacks
+        for m in (patched, model):
+            change(m)
+        assert torch.equal(patched(ROWS), model(ROWS))
+        assert [list(f) for f in fl.explain(patched).fallbacks.values()] == [["up.forward has been replaced"]]
+
+
+def test_a_child_that_another_container_calls_too():
+    """Fused there alone, here as a part of more; copies as well."""
+
+    class Other(nn.Module):
+        def __init__(self, up):
+            super().__init__()
+            self.up = up
+
+        def forward(self, x):
+            return self.up(x).mean()
+
+    class Both(nn.Module):
+        def __init__(self, first):
+            super().__init__()
+            layer = Layer()
+            children = [("other", Other(layer.up)), ("layer", layer)]
+            for name, child in children if first else reversed(children):
+                self.add_module(name, child)
+
+        def forward(self, x):
+            return self.layer(x) + self.other(x)
+
+    for first in (True, False):
+        model = Both(first)
+        patched = fl.patch_model(twin(model), on_fallback="raise")
+        for again in (patched, copy.deepcopy(patched)):
+            assert "mlp_drop_add_norm" in [rule for rule, _ in sites(again)]
+            for a, b in zip(*(_seeded(m) for m in (again, model)), strict=True):
+                torch.testing.assert_close(a, b)
+
+
 def test_a_child_that_is_fused_already_is_not_opened():
     model = Layer()
     patched = fl.patch_model(fl.patch_model(twin(model), rules="linear_act"), on_fallback="raise")
