@@ -47,7 +47,13 @@ def _tails(graph: Graph, module: nn.Module) -> Iterator[Path]:
 def _is_sequential(module: nn.Module | None) -> bool:
     if not isinstance(module, nn.Sequential) or not module._modules:
         return False
-    return original_class(module).forward is nn.Sequential.forward and member_problem(module, "") is None
+    cls = original_class(module)
+    return cls.forward is nn.Sequential.forward and _just_runs(cls) and member_problem(module, "") is None
+
+
+def _just_runs(cls: type) -> bool:
+    """Whether calling a module of this class does nothing but run its forward, and its hooks."""
+    return cls.__call__ is nn.Module.__call__
 
 
 def pairs(graphs: Iterable[Graph], module: nn.Module) -> Inline:
@@ -73,7 +79,8 @@ def _forward(module: nn.Module | None) -> types.FunctionType | None:
         forward = forward_of(type(module))
     except Untraceable:
         return None
-    return None if forward.decorators else forward.function
+    whole = type(module).forward is forward.function  # nothing taken off that would be around no replacement
+    return forward.function if whole and _just_runs(type(module)) else None
 
 
 def _graphs(module: nn.Module | None) -> list[Graph]:

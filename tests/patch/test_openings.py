@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -113,6 +114,35 @@ class ReadingDown(Down):
         return super().forward(h, x) + h.mean()
 
 
+class CalledUp(Up):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class Doubling(nn.Module):
+    """Wraps its subclasses' forwards, as transformers' base class of layers with checkpoints does."""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        forward = cls.forward
+
+        @functools.wraps(forward)
+        def doubled(self, *args):
+            outermost = type(self).forward is doubled
+            return forward(self, *args) * (2 if outermost else 1)
+
+        cls.forward = doubled
+
+
+class DoubledUp(Doubling):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.act = nn.Linear(6, 12), nn.GELU()
+
+    def forward(self, x):
+        return self.act(self.fc(x))
+
+
 class DecoratedUp(Up):
     @torch.no_grad()
     def forward(self, x):
@@ -126,9 +156,11 @@ class DecoratedUp(Up):
         lambda: Layer(up=SoftUp),
         lambda: Layer(down=NormedDown),
         lambda: Layer(down=ReadingDown),
+        lambda: Layer(up=CalledUp),
+        lambda: Layer(up=DoubledUp),
         lambda: Layer(up=DecoratedUp),
     ],
-    ids=["read twice", "not an activation", "not a product", "read inside", "decorated"],
+    ids=["read twice", "not an activation", "not a product", "read inside", "called", "wrapped", "decorated"],
 )
 def test_what_stays_apart(make):
     model = make()
@@ -276,3 +308,20 @@ def test_layers_of_one_kind_with_other_settings():
         m[0].up.by = 2.0
     torch.testing.assert_close(patched(ROWS), model(ROWS))
     assert list(fl.explain(patched).fallbacks) == ["0"]
+
+
+def test_a_sequential_that_does_more_when_called_stays_closed():
+    class Tripled(nn.Sequential):
+        def __call__(self, x):
+            return 3 * super().__call__(x)
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.branch, self.act = Tripled(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)), nn.ReLU()
+
+        def forward(self, x):
+            return self.act(self.branch(x) + x)
+
+    model = Residual()
+    assert_same(fl.patch_model(twin(model), on_fallback="raise"), model, torch.randn(2, 4, 3, 3))
