@@ -173,6 +173,8 @@ class _Tracer(TracerBase):
 
     def call(self, shadow: Any, path: Path, args: tuple, kwargs: dict[str, Any]) -> Any:
         if path in self.inline:
+            if SPLAT in kwargs:  # any of them may be one that the child knows by name
+                raise Untraceable("forward passes **kwargs to a child that is not a leaf")
             function = self.inline[path]
             self.read(path, "forward", "method", function)
             return (function if is_torch(function) else self.method(function))(shadow, *args, **kwargs)

@@ -172,9 +172,28 @@ def test_what_stays_apart(make):
             torch.testing.assert_close(a, b)
 
 
-def _seeded(model):
+def test_children_that_are_passed_whatever_keywords_come():
+    class Scaling(Down):
+        def forward(self, h, x, scale=1.0, **others):
+            return super().forward(h, x) * scale * others.get("more", 1.0)
+
+    class Passing(Layer):
+        def forward(self, x, **keywords):
+            return self.down(self.up(x), x, **keywords)
+
+    model = Passing(down=Scaling)
+    patched = fl.patch_model(twin(model), on_fallback="ignore")
+    for keywords in ({}, {"scale": 2.0}, {"more": 3.0}):
+        for a, b in zip(*(_seeded(m, **keywords) for m in (patched, model)), strict=True):
+            torch.testing.assert_close(a, b)
+    for m in (patched, model):
+        with pytest.raises(TypeError, match="multiple values for argument 'h'"):
+            m(ROWS, h=ROWS)
+
+
+def _seeded(model, **keywords):
     torch.manual_seed(3)
-    return results(model, ROWS)
+    return results(model, ROWS, **keywords)
 
 
 def test_hooks_on_either_child_are_called():
