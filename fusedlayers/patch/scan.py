@@ -58,7 +58,7 @@ def scan(function: types.FunctionType) -> Scan:
 def scan_code(code: types.CodeType) -> Scan:
     found = Scan()
     arguments = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-    varkw = _varkw(code)
+    varkw = varkw_of(code)
     steps = [
         i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG", "PRECALL", "RESUME", "NOP")
     ]
@@ -182,7 +182,7 @@ def _names(step: dis.Instruction) -> tuple[str, ...]:
     return step.argval if isinstance(step.argval, tuple) else (step.argval,)
 
 
-def _varkw(code: types.CodeType) -> str | None:
+def varkw_of(code: types.CodeType) -> str | None:
     if not code.co_flags & 0x08:
         return None
     return code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 0x04)]

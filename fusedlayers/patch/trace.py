@@ -34,10 +34,8 @@ from .decorators import forward_of
 from .outside import Outside, written
 from .scan import scan
 from .shadow import Path, Untraceable
-from .watch import CONTAINERS, Watch
+from .watch import CONTAINERS, SPLAT, Watch
 
-SPLAT = "**"
-"""Name under which `**kwargs`, passed on unread, travels in node arguments."""
 MAX_FORMS = 16
 TOO_MANY_FORMS = "forward has too many forms of call"
 
@@ -161,7 +159,9 @@ class _Tracer(TracerBase):
         self.lent: list[tuple[str, Any, Any]] = []
         self.inline = inline
         self.helpers: set[Callable[..., Any]] = set()
-        self.watch = Watch(self._none_asked, lambda name, found: self.read((), name, "global", found))
+        self.watch = Watch(
+            self._none_asked, lambda name, found: self.read((), name, "global", found), function.__code__
+        )
 
     # what shadows report
 
@@ -173,8 +173,6 @@ class _Tracer(TracerBase):
 
     def call(self, shadow: Any, path: Path, args: tuple, kwargs: dict[str, Any]) -> Any:
         if path in self.inline:
-            if SPLAT in kwargs:  # any of them may be one that the child knows by name
-                raise Untraceable("forward passes **kwargs to a child that is not a leaf")
             function = self.inline[path]
             self.read(path, "forward", "method", function)
             return (function if is_torch(function) else self.method(function))(shadow, *args, **kwargs)

@@ -25,9 +25,11 @@ from typing import Any
 
 import torch
 
-from .scan import AMBIENT, scan_code
+from .scan import AMBIENT, scan_code, varkw_of
 from .shadow import Untraceable, copied, plain
 
+SPLAT = "**"
+"""Name under which a forward's `**kwargs`, passed on unread, travels in node arguments."""
 CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _LIBRARIES = {"torch", "numpy", "fusedlayers", *sys.stdlib_module_names}
 _MODES = {"torch.autograd.grad_mode", "torch.amp.autocast_mode", "torch.utils._contextlib", "torch.random"}
@@ -65,8 +67,10 @@ class Watch:
     """While entered, calls `none_asked` for each symbolic value that code compares with None, and `read` for each
     global setting that code may read; raises `Untraceable` where a trace of that code could not be trusted."""
 
-    def __init__(self, none_asked: Callable[[Any], None], read: Callable[[str, Global], None]) -> None:
-        self.none_asked, self.read = none_asked, read
+    def __init__(
+        self, none_asked: Callable[[Any], None], read: Callable[[str, Global], None], forward: types.CodeType
+    ) -> None:
+        self.none_asked, self.read, self.forward = none_asked, read, forward
         self.known: set[types.CodeType] = set()
         """Code that was read before it ran."""
         self.stopped: Exception | None = None
@@ -117,6 +121,9 @@ class Watch:
     def _entered(self, frame: types.FrameType) -> None:
         code = frame.f_code
         module = frame.f_globals.get("__name__") or ""
+        varkw = varkw_of(code)
+        if varkw and code is not self.forward and SPLAT in frame.f_locals.get(varkw, ()) and _is_users(frame):
+            raise Untraceable(f"forward passes **kwargs to {code.co_name}")  # which may know some of them by name
         if code in self.known:
             self._locals(frame)
             return

@@ -261,6 +261,34 @@ def test_unknown_kwargs_are_passed_on_unread():
     assert traced(container(reads))[0].form == {"kwargs": "is empty"}
 
 
+def scaled(x, **kwargs):
+    return x * kwargs.get("scale", 1.0)
+
+
+def test_unknown_kwargs_are_passed_to_children_only():
+    """A function may know some of them by name."""
+
+    class Own(Base):
+        def forward(self, x, **kwargs):
+            return self.fc(x) * kwargs.get("scale", 1.0)
+
+        def scaling(self, x, scale=1.0, **others):
+            return self.fc(x) * scale
+
+    def by_super(self, x, **kwargs):
+        return Own.forward(self, x, **kwargs)
+
+    def by_method(self, x, **kwargs):
+        return self.scaling(x, **kwargs)
+
+    def by_function(self, x, **kwargs):
+        return scaled(self.fc(x), **kwargs)
+
+    for forward, name in ((by_super, "forward"), (by_method, "scaling"), (by_function, "scaled")):
+        module = type("Container", (Own,), {"forward": forward})()
+        assert refusals(module) == {f"forward passes **kwargs to {name}"}
+
+
 def test_control_flow_on_values_is_refused():
     assert refusals(container(lambda self, x: self.fc(x) if x.sum() > 0 else x)) == {"forward branches on a value"}
     assert None not in refusals(container(lambda self, x: self.fc(x.view(*x.shape))))
