@@ -32,7 +32,9 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation, 
     """`z = x @ weight.T + bias`, and `act(z)` in y, contiguous; None, and y as it was, where the library is faster."""
     M, K = x.shape
     N = weight.shape[0]
-    if act.name not in FORWARD or K < FEWEST_FORWARD or not _takes(M, N, K, x, weight, y.dtype):
+    if act.name not in FORWARD or K < FEWEST_FORWARD or not _takes(M, N, K, x, weight, y):
+        return None
+    if bias is not None and bias.stride(0) != 1:
         return None
     z = x.new_empty(M, N)
     b_dtype = None if bias is None else bias.dtype
@@ -46,7 +48,7 @@ def act_backward(
     """`(dz, db, h)`: `act'(z) * (g @ weight)`, its sum over the rows in `db_dtype` if any, `act(z)`; None likewise."""
     M, K = g.shape
     N = weight.shape[1]
-    if act.name not in BACKWARD or K < FEWEST_BACKWARD or not _takes(M, N, K, g, weight, z.dtype):
+    if act.name not in BACKWARD or K < FEWEST_BACKWARD or not _takes(M, N, K, g, weight, z):
         return None
     dz, h = torch.empty_like(z), torch.empty_like(z)
     db = partial = None
@@ -57,16 +59,24 @@ def act_backward(
     return (dz, db, h) if _launched(run, g.device, g, weight, z, dz, h, partial, db, None) else None
 
 
-def _takes(M: int, N: int, K: int, a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes these operands, and there is enough to do."""
+def _takes(M: int, N: int, K: int, a: Tensor, b: Tensor, c: Tensor) -> bool:
+    """Whether the kernel takes these operands, and c, of the result's shape, and there is enough to do."""
+    dtype = c.dtype
     if M * N < SMALLEST or settings.route != "auto":
         return False
     if not a.dtype is b.dtype is dtype or dtype not in (torch.bfloat16, torch.float16) or a.device in failures:
         return False
-    if not _built_for(a.device) or N % 8 or K % 8 or a.stride(1) != 1 or a.stride(0) % 8:
+    if not _built_for(a.device) or N % 8 or K % 8 or not c.is_contiguous():
         return False
-    rows = b.stride(0) if b.stride(1) == 1 else b.stride(1) if b.stride(0) == 1 else 1
-    return rows % 8 == 0 and not (a.data_ptr() | b.data_ptr()) & 15
+    if not (_in_rows(a) and (_in_rows(b) or _in_rows(b.t()))):
+        return False
+    return not (a.data_ptr() | b.data_ptr() | c.data_ptr()) & 15
+
+
+def _in_rows(t: Tensor) -> bool:
+    """Whether rows lie in one piece each, 16 bytes or a multiple apart, and none in another."""
+    rows, columns = t.stride()
+    return columns == 1 and rows % 8 == 0 and rows >= t.shape[1]
 
 
 @functools.cache

@@ -22,22 +22,36 @@ def hopper(monkeypatch):
     monkeypatch.setattr(_overlap, "failures", {})
 
 
-def takes(M=8, N=16, K=256, dtype=torch.bfloat16, a=None, b=None, out=None):
+def takes(M=8, N=16, K=256, dtype=torch.bfloat16, a=None, b=None, c=None):
     a = torch.zeros(M, K, dtype=dtype) if a is None else a
     b = torch.zeros(N, K, dtype=dtype) if b is None else b
-    return _overlap._takes(M, N, K, a, b, out or dtype)
+    c = torch.zeros(M, N, dtype=dtype) if c is None else c
+    return _overlap._takes(M, N, K, a, b, c)
 
 
 def test_what_the_kernel_takes(hopper):
     assert takes() and takes(dtype=torch.float16)
     assert takes(b=torch.zeros(256, 16, dtype=torch.bfloat16).t())
     assert takes(a=torch.zeros(8, 512, dtype=torch.bfloat16)[:, :256])
-    assert not takes(dtype=torch.float32) and not takes(out=torch.float32)
+    assert not takes(dtype=torch.float32) and not takes(c=torch.zeros(8, 16))
     assert not takes(N=12) and not takes(K=260)
     assert not takes(a=torch.zeros(8, 257, dtype=torch.bfloat16)[:, :256]), "rows are not 16 bytes apart"
     assert not takes(a=torch.zeros(8, 264, dtype=torch.bfloat16)[:, 1:257]), "the first byte is not aligned"
     assert not takes(a=torch.zeros(256, 8, dtype=torch.bfloat16).t()), "rows do not lie in one piece"
     assert not takes(b=torch.zeros(16, 512, dtype=torch.bfloat16)[:, ::2])
+    row = torch.zeros(256, dtype=torch.bfloat16)
+    assert not takes(a=row.expand(8, 256)) and not takes(b=row.expand(16, 256)), "rows lie in one another"
+    kept = torch.zeros(8 * 16 + 8, dtype=torch.bfloat16)
+    assert takes(c=kept[8:].view(8, 16))
+    assert not takes(c=kept[1:-7].view(8, 16)), "a hook on saved tensors has given it another place"
+    assert not takes(c=torch.zeros(16, 8, dtype=torch.bfloat16).t())
+
+
+def test_a_bias_with_gaps(hopper, monkeypatch):
+    monkeypatch.setattr(_overlap, "_launched", lambda *a: pytest.fail("was launched"))
+    x, w, y, b = (torch.zeros(*s, dtype=torch.bfloat16) for s in ((8, 256), (16, 256), (8, 16), (32,)))
+    for bias in (b[::2], b[:1].expand(16)):
+        assert _overlap.linear_act(x, w, bias, GELU, y) is None
 
 
 def test_settings_and_sizes_that_keep_it_out(hopper, monkeypatch):
