@@ -54,13 +54,15 @@ def rewrite(module: nn.Module, cls: type, rules: Sequence[Rule], allow: Allow) -
     if pairs:
         again = trace.traces(module, cls, pairs)
         opened = _rewrite(module, cls, rules, allow, again, pairs)
-        if all(t.graph is not None for t in again) and any(map(_spans_children, opened.found)):
+        if all(t.graph is not None for t in again) and any(_spans(f, pairs) for f in opened.found):
             return opened
     return found
 
 
-def _spans_children(found: Found) -> bool:
-    return found.status != "skipped" and len({path[0] for path in found.members if path}) > 1
+def _spans(found: Found, opened: Iterable[Path]) -> bool:
+    """Whether something is fused across two of the children that were opened."""
+    inside = (any(path[: len(child)] == child for path in found.members) for child in opened)
+    return found.status != "skipped" and sum(inside) > 1
 
 
 def _rewrite(

@@ -91,6 +91,45 @@ def test_a_plan_and_filters():
     check(Layer(), ("linear_act", ("up.fc", "up.act")), exclude="down*")
 
 
+def test_nothing_is_opened_that_fuses_no_more():
+    """A hook on one of them then takes nothing from the others."""
+
+    class Normed(Layer):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(6)
+
+        def forward(self, x):
+            return self.feed_forward(self.norm(self.attention(x) + x))
+
+    patched = fl.patch_model(Normed(), on_fallback="raise", exclude="down.fc")
+    assert set(sites(patched)) == {("add_norm", ("norm",)), ("linear_act", ("up.fc", "up.act"))}
+    assert type(patched.up) is not Up
+    patched.down.register_forward_hook(lambda *_: None)
+    patched(ROWS)
+
+
+def test_halves_in_one_child():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = Up(), Down()
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = Halves()
+
+        def forward(self, x):
+            return self.mlp.down(self.mlp.up(x), x)
+
+    model = Nested()
+    patched = fl.patch_model(twin(model), on_fallback="raise")
+    assert sites(patched) == [(WHOLE[0], tuple(f"mlp.{name}" for name in WHOLE[1]))]
+    for a, b in zip(*(_seeded(m) for m in (patched, model)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 class ReadTwice(Layer):
     def feed_forward(self, x):
         h = self.up(x)
