@@ -404,7 +404,9 @@ def _choices(parameter: inspect.Parameter, asked: bool = False) -> list[Any]:
         return [Exactly(default), Exactly(not default)]
     if default is not inspect.Parameter.empty and shadow.plain(default):
         return [Exactly(default)]
-    return [] if asked else [GIVEN]
+    if asked:
+        return []
+    return [GIVEN, NONE] if default is inspect.Parameter.empty else [GIVEN]
 
 
 def _trace(

@@ -130,6 +130,37 @@ def test_halves_in_one_child():
         torch.testing.assert_close(a, b)
 
 
+def test_an_argument_without_a_default_may_be_none():
+    """LUKE's entities, which most calls do without: the children's own forwards are fused for neither kind of call."""
+
+    class Entities(Layer):
+        def forward(self, x, entities):
+            x = self.attention(x)
+            if entities is not None:
+                x = torch.cat((x, entities), 1)
+            return self.feed_forward(x)
+
+    class Demanding(Layer):
+        def forward(self, x, mask):
+            if mask is None:
+                raise ValueError("a mask is needed")
+            return self.feed_forward(x * mask)
+
+    model = Entities()
+    patched = fl.patch_model(twin(model), on_fallback="raise")
+    assert sites(patched) == [WHOLE]
+    for entities in (None, torch.randn(4, 2, 6)):
+        for a, b in zip(*(_seeded(m, entities=entities) for m in (patched, model)), strict=True):
+            torch.testing.assert_close(a, b)
+    model = Demanding()
+    patched = fl.patch_model(twin(model), on_fallback="raise")
+    mask = torch.rand(7, 1)
+    for a, b in zip(*(_seeded(m, mask=mask) for m in (patched, model)), strict=True):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(ValueError, match="a mask is needed"):
+        patched(ROWS, None)
+
+
 class ReadTwice(Layer):
     def feed_forward(self, x):
         h = self.up(x)
