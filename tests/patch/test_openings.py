@@ -407,7 +407,7 @@ def test_a_sequential_that_does_more_when_called_stays_closed():
     class Residual(nn.Module):
         def __init__(self):
             super().__init__()
-            self.branch, self.act = Tripled(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)), nn.ReLU()
+            self.branch, self.act = Tripled(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4)), nn.ReLU()
 
         def forward(self, x):
             return self.act(self.branch(x) + x)
