@@ -198,10 +198,10 @@ def run_variants(batch: int, seconds: float, part: str) -> dict[str, Any]:
     return results
 
 
-def run_sites(batch: int, seconds: float, compiled: bool) -> dict[str, Any]:
+def run_sites(args: argparse.Namespace) -> dict[str, Any]:
     speed = copy_speed()
     routes: dict[str, Callable[..., torch.Tensor]] = {"eager": eager, "fused": fused}
-    if compiled:
+    if not args.no_compile:
         torch._dynamo.config.cache_size_limit = 64
         routes["compile"] = torch.compile(eager, dynamic=False)
     rows = []
@@ -211,11 +211,12 @@ def run_sites(batch: int, seconds: float, compiled: bool) -> dict[str, Any]:
         + "   limit  error ratio"
     )
     for (channels, height, kind), count in resnet50_sites().items():
-        site = Site(batch, channels, height, kind)
+        site = Site(args.batch, channels, height, kind)
         row = {"channels": channels, "height": height, "kind": kind, "count": count, "error": worst_error(site)}
         row["limit"] = site.bytes / speed * 1000
-        row |= {name: phases(site, fn, seconds) for name, fn in routes.items()}
+        row |= {name: phases(site, fn, args.seconds) for name, fn in routes.items()}
         rows.append(row)
+        save(args, {"copy_bytes_per_s": speed, "sites": rows})  # what there is, should time run out
         times = "".join(f"{row[r]['forward']:9.3f}{row[r]['both']:9.3f}" for r in routes)
         print(f"{channels:5d}x{height:<4d}{kind:8s} {count} {times} {row['limit']:7.3f} {row['error']:.2f}", flush=True)
         assert row["error"] <= 1.5, f"the fused result is less accurate than eager's: {row}"
@@ -229,7 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="where the JSON goes")
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--seconds", type=float, default=0.05, help="spent on each measurement")
+    parser.add_argument("--seconds", type=float, default=0.05, help="of replays in each measurement")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--variants", nargs="?", const="", metavar="PART", help="time tile choices, or those named so")
     args = parser.parse_args()
@@ -237,9 +238,13 @@ def main() -> None:
         if args.variants is not None:
             results = run_variants(args.batch, args.seconds, args.variants)
         else:
-            results = run_sites(args.batch, args.seconds, not args.no_compile)
-    results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "batch": args.batch, **results}
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
+            results = run_sites(args)
+    save(args, results)
+
+
+def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "batch": args.batch}
+    args.out.write_text(json.dumps({**device, **results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
