@@ -48,7 +48,9 @@ def drop_norm(
         plan = functools.partial(_prepare, norm, x, residual, weight, bias, p)
         route, call = _route.pick(op, tensors, plan=plan, auto=functools.partial(_worth, tensors), draws=True)
         if route == "apart" or (route == "triton" and (call is _APART or hooked(weight, bias))):
-            s = scale_residual(shifted(x, shift), residual, None, p, 0.0, True)
+            x = shifted(x, shift)
+            alike = x.stride() == residual.stride()  # else the sum lies as its left operand, which is another one there
+            s = scale_residual(x, residual, None, p, 0.0, True) if alike else F.dropout(x, p, True) + residual
             return row_norm(norm, s, None, weight, bias), s
         if route == "triton":
             rng = _dropout.draw(call.drop, x.device)

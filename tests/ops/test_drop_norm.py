@@ -522,3 +522,17 @@ def test_small_sizes_follow_the_dropout_alone(device, forced, monkeypatch):
                 stack.enter_context(context)
             y, _ = dropout_layer_norm(x, residual, 0.5, True, (16,))
         assert called == expected and y.grad_fn.name() == ("_RowNormBackward" if expected else "_DropNormBackward")
+
+
+@pytest.mark.parametrize("operand", ["x", "residual"])
+def test_parts_that_run_apart_lie_in_memory_as_eagers(operand, device):
+    """The sum as its left operand, what was dropped: seen to lie as the residual."""
+    x, residual = (torch.randn(7, 4, 6, device=device) for _ in range(2))
+    turned = torch.randn(4, 7, 6, device=device).transpose(0, 1)
+    x, residual = (turned, residual) if operand == "x" else (x, turned)
+    weight = torch.ones(6, device=device)
+    weight.requires_grad_().register_hook(lambda grad: grad)  # which keeps the parts apart
+    y, total = dropout_layer_norm(x, residual, 0.3, True, (6,), weight, None, 1e-5)
+    expected = F.dropout(x, 0.3, True) + residual
+    assert total.stride() == expected.stride()
+    assert y.stride() == F.layer_norm(expected, (6,), weight).stride()
