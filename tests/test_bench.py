@@ -91,7 +91,7 @@ def test_resume_runs_only_what_is_missing(tmp_path):
     first = before["results"][0]
     assert found["results"][0] == {**first, "date": before["date"]} and len(names) == len(set(names)) > 1
     found["date"] = "later"
-    assert f"- Of a run at {before['date']}: {first['case']}.\n" in report.markdown(found)
+    assert f"- From a run at {before['date']}: {first['case']}.\n" in report.markdown(found)
 
 
 def test_unknown_names_are_errors(tmp_path):

@@ -110,7 +110,7 @@ def older(run: dict[str, Any]) -> list[str]:
     for r in run["results"]:
         if r.get("date", run["date"]) != run["date"]:
             dates.setdefault(r["date"], []).append(r["case"])
-    return [f"Of a run at {date}: {', '.join(cases)}." for date, cases in dates.items()]
+    return [f"From a run at {date}: {', '.join(cases)}." for date, cases in dates.items()]
 
 
 def table(rows: list[list[str]]) -> str:
@@ -214,9 +214,10 @@ def model_notes(run: dict[str, Any]) -> list[str]:
             )
         for name, found in r.get("lengths", {}).items():
             if "mean_step_ms" in found:
+                built = f"{found['kernels_built_after_ten_steps']} of this library's kernels built after ten steps, "
                 lines.append(
                     f"BERT-base, {found.get('steps', 100)} batches of random length, {name}: "
-                    f"{found['kernels_built_after_ten_steps']} of this library's kernels built after ten steps, "
+                    f"{built if name == 'patched' else ''}"
                     f"slowest later step {found['worst_step_over_its_median']:.2f} times the median of its length, "
                     f"{_number(found['mean_step_ms'])} ms a step, first ten steps {found['first_ten_steps_s']:.1f} s."
                 )

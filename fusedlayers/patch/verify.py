@@ -57,7 +57,7 @@ class VerifyReport:
     Attributes:
         reference: "float64" when both runs were measured against one, else "the original".
         worst: dotted name of the module whose tensor is furthest off, or which alone makes the comparison fail.
-        sites: how many modules of the model are patched.
+        modules: how many modules of the model are patched.
         fallbacks: patched modules that took their original path in this run, by reason.
         error: why nothing could be compared: the patched model raises, or the original gives other results each time.
         note: what was compared less than usual, and why: a model may refuse inputs that require a gradient.
@@ -66,7 +66,7 @@ class VerifyReport:
     comparisons: list[Comparison] = field(default_factory=list)
     reference: str = "float64"
     worst: str = ""
-    sites: int = 0
+    modules: int = 0
     fallbacks: dict[str, Counter[str]] = field(default_factory=dict)
     error: str = ""
     note: str = ""
@@ -86,21 +86,20 @@ class VerifyReport:
     def to_dict(self) -> dict[str, Any]:
         fallbacks = {name: dict(reasons) for name, reasons in self.fallbacks.items()}
         compared = [asdict(c) | {"ok": c.ok} for c in self.comparisons]
-        head = {"ok": self.ok, "reference": self.reference, "worst": self.worst, "sites": self.sites}
+        head = {"ok": self.ok, "reference": self.reference, "worst": self.worst, "modules": self.modules}
         return {**head, "error": self.error, "note": self.note, "fallbacks": fallbacks, "comparisons": compared}
 
     def __str__(self) -> str:
         if self.error:
             return f"FAILED: {self.error}; worst: {self.worst or '-'}"
-        if not self.sites:
+        if not self.modules:
             return "ok: no module of this model is patched, so there is nothing to compare"
         off = [c for c in self.comparisons if not c.ok]
         state = f"FAILED: {len(off)} of {len(self.comparisons)} tensors are off" if off else "ok"
         kinds = Counter(c.kind for c in self.comparisons)
         share = ", ".join(f"{n} {kind}s" for kind, n in kinds.items())
-        lines = [
-            f"{state}; {self.sites} patched modules, {share}, against {self.reference}; worst: {self.worst or '(root)'}"
-        ]
+        against = f"against {self.reference}; worst: {self.worst or '(root)'}"
+        lines = [f"{state}; {self.modules} patched modules, {share}, {against}"]
         for c in (off or self.comparisons)[:8]:
             detail = c.note or f"error {c.error:.2e}, eager's {c.eager_error:.2e}, allowed {c.allowed:.2e}"
             if c.ok and not _tells(c.kind, c.eager_error):
@@ -139,7 +138,7 @@ def verify(
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     patched = [m for m in model.modules() if is_patched(m)]
-    report = VerifyReport(sites=len(patched))
+    report = VerifyReport(modules=len(patched))
     if not patched:
         return report
     sites = {name: m.__dict__.get(STATE) for name, m in model.named_modules() if is_patched(m)}

@@ -41,7 +41,7 @@ def test_right_in_both_modes_with_dropout_and_running_statistics():
     for mode in (True, False):
         report = fl.verify(model.train(mode), X)
         assert report, str(report)
-        assert report.reference == "float64" and report.sites == 3 and not report.fallbacks
+        assert report.reference == "float64" and report.modules == 3 and not report.fallbacks
         assert {c.kind for c in report.comparisons} == {"output", "input gradient", "parameter gradient", "buffer"}
     assert "ok; 3 patched modules" in str(report)
 

@@ -170,7 +170,7 @@ class DropAddNormForProduct(_ForProduct):
 
 @register_rule
 class NormForProduct(_ForProduct):
-    """`fc(norm(x))`: likewise."""
+    """`fc(norm(x))`: under autocast the norm is written in the dtype of the product."""
 
     pattern = leaf("norm", *NORMS, pins=("_fast_norm",))(value("x"))
     passes = "x"
@@ -182,7 +182,7 @@ class NormForProduct(_ForProduct):
 
 @register_rule
 class Norm2dForProduct(_ForProduct):
-    """`conv(norm(x))` with a layer norm over dim 1 of `(N, C, H, W)`: likewise."""
+    """`conv(norm(x))`, a layer norm over dim 1 of `(N, C, H, W)`: written in the dtype of the product."""
 
     pattern = leaf("norm", *LAYER_NORMS_2D, pins=("_fast_norm",))(value("x"))
     priority = 4
@@ -199,7 +199,7 @@ class _WrittenForProduct(_ForProduct):
 
 @register_rule
 class AddWrittenNormForProduct(_WrittenForProduct):
-    """`fc(norm(x + residual))` with an RMS norm as transformers writes it: likewise."""
+    """`fc(norm(x + residual))`, an RMS norm as transformers writes it: written in the dtype of the product."""
 
     pattern = _after_add(leaf("norm", is_written_rms_norm))
     outputs = ("norm", "sum")
@@ -212,7 +212,7 @@ class AddWrittenNormForProduct(_WrittenForProduct):
 
 @register_rule
 class WrittenNormForProduct(_WrittenForProduct):
-    """`fc(norm(x))` with an RMS norm as transformers writes it: likewise."""
+    """`fc(norm(x))`, an RMS norm as transformers writes it: written in the dtype of the product."""
 
     pattern = leaf("norm", is_written_rms_norm)(value("x"))
     priority = 4

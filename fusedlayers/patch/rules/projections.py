@@ -73,7 +73,7 @@ class Projections(_Projections):
 
 @register_rule
 class TwoProjections(_Projections):
-    """`k(x), v(x)`: likewise."""
+    """`k(x), v(x)`: under autocast backward is one pass over their gradients and two products."""
 
     outputs = ("k", "v")
     pattern = _siblings(*outputs)
@@ -131,7 +131,7 @@ def _has_groups(cls: type) -> bool:
 
 @register_rule
 class ProjectionsInPlace(SpliceRule):
-    """`self.q(x)`, `self.k(x)`, `self.v(x)` in a forward that no trace gets through: likewise."""
+    """`self.q(x)`, `self.k(x)`, `self.v(x)` in a forward that no trace gets through."""
 
     target = (_has_groups,)
     priority = -3
