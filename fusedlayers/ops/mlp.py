@@ -133,11 +133,12 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x_dtype, w1_dtype, b1_dtype, w2_dtype, b2_dtype = plan.dtypes
     g = _gemm.factor(g)
     recompute, need_dz, db_dtype = act.keeps == "input", need_x or need_w1, b1_dtype if need_b1 else None
-    both = _overlap.act_backward(g, w2, kept, act, db_dtype) if recompute and need_dz and need_w2 else None
-    dz, db1, h = both or _gemm.act_bias_backward(
+    found = _overlap.act_backward(g, w2, kept, act, db_dtype) if recompute and need_dz and need_w2 else None
+    dz, db1, h = found or _gemm.act_bias_backward(
         torch.mm(g, w2), None if act.name == "identity" else kept, act, plan.dtype,
         need_dz=need_dz, db_dtype=db_dtype, need_h=need_w2 and recompute, overwrite=True,
     )  # fmt: skip
+    del found  # or it holds h, which is done with before dz is
     dw2 = _gemm.weight_grad(g, h if recompute else kept, ctx.strides[1], w2_dtype) if need_w2 else None
     del h
     db2 = _gemm.bias_grad(g, b2_dtype) if need_b2 else None

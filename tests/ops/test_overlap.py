@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
 import fusedlayers as fl
 from fusedlayers.activations import get
 from fusedlayers.kernels import KernelError
-from fusedlayers.ops import _overlap
+from fusedlayers.ops import _gemm, _overlap
 from tests.harness import compare, randn
 
 GELU = get("gelu")
@@ -106,3 +108,23 @@ def test_a_kernel_that_fails_leaves_it_to_the_library(op, hopper, monkeypatch):
     with pytest.warns(RuntimeWarning, match="run apart from now on: no memory"):
         compare(function, eager, inputs)
     assert len(asked) == 1 and list(_overlap.failures) == [x.device]
+
+
+def test_the_hidden_activation_is_freed_before_the_last_products(hopper, monkeypatch):
+    """It is recomputed for one product, and as large as its gradient: seen to be held until the end."""
+    if not fl.kernels.interpreted():
+        pytest.skip("only kernels that run ask for this one")
+    held, later = [], []
+
+    def both(g, weight, z, act, db_dtype):
+        dz, h = act.backward(g @ weight, z), act(z)
+        held.append(weakref.ref(h))
+        return dz, dz.sum(0).to(db_dtype), h
+
+    right = _gemm.input_grad
+    monkeypatch.setattr(_overlap, "linear_act", lambda *a: None)
+    monkeypatch.setattr(_overlap, "act_backward", both)
+    monkeypatch.setattr(_gemm, "input_grad", lambda *a: later.append(held[0]() is None) or right(*a))
+    tensors = [randn(*s, dtype=torch.bfloat16) for s in ((8, 64), (16, 64), (16,), (32, 16), (32,))]
+    fl.functional.mlp(*tensors, "gelu").sum().backward()
+    assert later == [True]
