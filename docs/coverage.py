@@ -23,7 +23,8 @@ HEAD = """# Coverage of models
 How many of the activations, norms and residual adds that each model's forward holds are fused by
 `fl.patch_model(model)`. Written by `docs/coverage.py`, from random weights; the models are those of `tests/zoo`, at
 their real depth, with dropout or DropPath where their authors train with it, so that sites may be more than a bare
-`create_model` has. Percentages are rounded down. `tests/zoo` also holds every one of them, patched, to what it gives unpatched.
+`create_model` has. Percentages are rounded down. `tests/zoo` also holds every one of them, patched, to what it gives
+unpatched.
 """
 
 
