@@ -77,6 +77,14 @@ def dense_stride(shape: Shape, stride: Shape) -> Shape:
     return tuple(dense)
 
 
+def has_format(shape: Shape, stride: Shape) -> bool:
+    """Whether a dense tensor is contiguous or channels last, which torch knows of images and volumes."""
+    n = len(shape)
+    orders = [range(n, 0, -1)] + [(n + 1, 1, *range(n, 2, -1))] * (n in (4, 5))
+    dense = (dense_stride(shape, tuple(order)) for order in orders)
+    return any(all(n == 1 or s == d for n, s, d in zip(shape, stride, found, strict=True)) for found in dense)
+
+
 def memory_order(shape: Shape, stride: Shape) -> Shape:
     """Dims from the slowest to the fastest in memory; dims of size 1 keep their place before the next one."""
     real = [d for d in range(len(shape)) if shape[d] != 1]

@@ -15,7 +15,7 @@ from ..kernels import KernelError, load
 from . import _route
 from ._autograd import direct, needs_grad
 from ._dtypes import activated, compute_dtype, promoted, triton_dtype
-from ._layout import Coefficients, coefficients, dense_stride, with_strides
+from ._layout import Coefficients, coefficients, has_format, with_strides
 from ._shift import shifted
 from ._tiling import MERGED as _MERGED
 from ._tiling import OWN as _OWN
@@ -53,7 +53,8 @@ def batch_norm_act(
         tensors = (x, weight, bias, residual, running_mean, running_var)
         route, call = _route.pick(OP, tensors, plan=lambda: _prepare(*args))
         if route == "triton":
-            if call.odd and _lies_anew(x, running_mean, running_var, weight, bias, training, eps):
+            if call.odd and (x.is_cpu or _by_cudnn(x, running_mean, running_var, weight, bias, training, eps)):
+                # eager's result is contiguous there
                 return batch_norm_act(x.contiguous(), *args[1:], shift)
             try:
                 if needs_grad(*tensors):
@@ -64,17 +65,18 @@ def batch_norm_act(
     return reference(shifted(x, shift, 1), *args[1:])
 
 
-def _lies_anew(
+def _by_cudnn(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, eps: float,
 ) -> bool:  # fmt: skip
-    """Whether eager's result of an x that is neither contiguous nor channels last is contiguous: not where torch's own
-    kernels compute it on a GPU."""
-    if not x.is_cuda:
-        return True
+    """Whether eager leaves this call on a GPU to cuDNN, rather than to kernels of torch's own."""
+    if weight is None or bias is None:
+        return False
     if _backend is None:
-        return x.dtype is torch.float32 and x.dim() > 2 and weight is not None and torch.backends.cudnn.enabled
-    return _backend(x, weight, bias, running_mean, running_var, training, eps) != torch._C._BatchNormBackend.Native
+        return x.dtype is torch.float32 and x.dim() > 2 and torch.backends.cudnn.enabled
+    # absent statistics are to cuDNN as good as any; the question takes tensors only
+    mean, var = (weight if t is None else t for t in (running_mean, running_var))
+    return _backend(x, weight, bias, mean, var, training, eps) != torch._C._BatchNormBackend.Native
 
 
 _backend = getattr(torch._C, "_select_batch_norm_backend", None)  # torch >= 2.5
@@ -386,16 +388,8 @@ def _cached_call(
     dtypes = (dtype, weight and weight[0], bias and bias[0], residual_dtype, z_dtype)
     y_dtype = activated(act, z_dtype, autocast_device) if autocast_device else z_dtype
     tilings = tuple(tiling(row, *sizes, dtype.itemsize, _processors(device), backward) for backward in (False, True))
-    odd = not _has_a_format(shape, plan.x_stride)
+    odd = not has_format(shape, plan.x_stride)
     return _Call(plan, act, training, eps, training and mean is not None, dtypes, y_dtype, tilings, device, odd)
-
-
-def _has_a_format(shape: Any, stride: Any) -> bool:
-    """Whether a dense tensor is contiguous or channels last, which torch knows of images and volumes."""
-    n = len(shape)
-    orders = [range(n, 0, -1)] + [(n + 1, 1, *range(n, 2, -1))] * (n in (4, 5))
-    dense = (dense_stride(shape, tuple(order)) for order in orders)
-    return any(all(n == 1 or s == d for n, s, d in zip(shape, stride, found, strict=True)) for found in dense)
 
 
 @functools.cache

@@ -210,6 +210,22 @@ def test_results_lie_in_memory_as_eagers_do(shape, order, training, dtype, devic
     torch.testing.assert_close(grad.float(), expected.float(), rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("tracked", [True, False])
+def test_asking_for_eagers_backend_takes_what_batch_norm_takes(affine, tracked, device):
+    """Parameters and statistics may be absent, where torch's own question wants tensors."""
+    x = randn(3, 6, 4, device=device).detach().transpose(1, 2)
+    weight, bias = (randn(4, device=device).detach() if affine else None for _ in range(2))
+    mean, var = (torch.ones(4, device=device) if tracked else None for _ in range(2))
+    by_cudnn = op._by_cudnn(x, mean, var, weight, bias, True, 1e-5)
+    assert by_cudnn == (affine and x.is_cuda and torch.backends.cudnn.enabled)
+    y = op.batch_norm_act(x, mean, var, weight, bias, True, 0.1, 1e-5, get("relu"))
+    mean, var = (None if t is None else torch.ones(4, device=device) for t in (mean, var))
+    expected = F.relu(F.batch_norm(x, mean, var, weight, bias, True, 0.1, 1e-5))
+    assert y.stride() == expected.stride()
+    torch.testing.assert_close(y, expected)
+
+
 def test_gradients_of_any_stride(device):
     x, weight, bias, r = inputs((6, 4, 5, 3), torch.float32, device, residual=True)
     wanted = (x, weight, bias, r)
