@@ -76,16 +76,17 @@ def _leaves_bias(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
 
 def _linear_problem(m: Match) -> str | None:
     """What keeps a match from being one; the rules for less tell what stands in their way as well."""
-    if m.fc.module.bias is None or not active(m.drop) or not effects.is_data(m.residual):
+    if m.fc.module.bias is None or not _drops_and_adds(m):
         return NO_MATCH
-    nodes = dict(m.state.nodes)
-    if effects.overwrites(
-        nodes["sum"], m.module
-    ):  # what is added to what decides the dtype: only the rules for less see
-        return NO_MATCH
-    fc = nodes["fc"]
     # a whole MLP in front keeps less
-    return NO_MATCH if any(True for _ in Mlp.pattern.match(fc, State(m.module))) else None
+    return NO_MATCH if any(True for _ in Mlp.pattern.match(dict(m.state.nodes)["fc"], State(m.module))) else None
+
+
+def _drops_and_adds(m: Match) -> bool:
+    """Whether a dropout is on and something computed is added, out of place: in place the left operand decides the
+    dtype, which only the rules for less see."""
+    in_place = effects.overwrites(dict(m.state.nodes)["sum"], m.module)
+    return active(m.drop) and effects.is_data(m.residual) and not in_place
 
 
 @register_rule
@@ -115,10 +116,7 @@ class MlpDropAddNorm(Rule):
     random = True
 
     def check(self, m: Match) -> str | None:
-        sum_ = dict(m.state.nodes)["sum"]
-        if not active(m.drop) or not effects.is_data(m.residual) or effects.overwrites(sum_, m.module):
-            return NO_MATCH
-        return NO_MATCH if _obstacle(m.norm.module) else None
+        return None if _drops_and_adds(m) and _obstacle(m.norm.module) is None else NO_MATCH
 
     def fuse(self, m: Match) -> Call:
         return m.call(mlp_drop_add_norm, m.fc1, m.act, m.fc2, m.norm, m.x, m.residual, m.drop)
