@@ -134,10 +134,9 @@ def _flat(result: tuple[torch.Tensor, tuple[torch.Tensor, ...]]) -> list[torch.T
 VARIANTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "default": ({}, {}),
     "sums 2 x 8 warps": ({"sum_blocks": 2, "sum_warps": 8, "sum_elements": 4096},) * 2,
-    "merged up to 4608": ({"merge_limit": 4608},) * 2,
-    "apply stages 1": ({"merged_stages": 1, "saved_stages": 1},) * 2,
-    "apply stages 2": ({"merged_stages": 2, "saved_stages": 2},) * 2,
-    "apply stages 4": ({"merged_stages": 4, "saved_stages": 4},) * 2,
+    "apply stages 1": ({"own_stages": 1, "saved_stages": 1},) * 2,
+    "apply stages 2": ({"own_stages": 2, "saved_stages": 2},) * 2,
+    "apply stages 4": ({"own_stages": 4, "saved_stages": 4},) * 2,
     "span 4": ({"saved_span": 4},) * 2,
     "span 8": ({"saved_span": 8},) * 2,
     "apply tiles doubled, 8 warps": ({"saved_bytes": 16384, "saved_warps": 8},) * 2,

@@ -5,11 +5,10 @@ S = 1 ("col": on GC adjacent channels). A tensor is cut into K chunks, rows time
 Where C fits no tile, FOLD rows are walked as one of FOLD * C "channels", so that tiles are full and loads are wide: all
 of M, C and K are then of that shape, and each of the K chunks gives FOLD partial sums a channel.
 
-Training: `forward_sums` reads x and writes one mean and one M2 a chunk; they are combined, in a fixed order, either at
-the start of every block of `forward_apply` (`SOURCE` MERGED) or, where K is large, by the tiny `forward_combine`
-(SAVED); apply reads x (and residual) and writes y. Backward likewise: `backward_sums` reads grad and x (and what was
-kept), `backward_apply` reads them again and writes dx. With one chunk (OWN) each direction is one launch, and the
-second read comes from the L2. Evaluation (RUNNING) is one pass. No atomics: every run gives the same bits.
+Training: `forward_sums` reads x and writes one mean and one M2 a chunk, the tiny `forward_combine` combines them in a
+fixed order, `forward_apply` reads x (and residual) and writes y. Backward likewise: `backward_sums` reads grad and x
+(and what was kept), `backward_apply` reads them again and writes dx. With one chunk (OWN) each direction is one launch,
+and the second read comes from the L2. Evaluation (RUNNING) is one pass. No atomics: every run gives the same bits.
 
 Statistics are stable: each lane sums deviations from its own first value, lanes and chunks combine by Chan's formula,
 so what cancels is bounded by the number of values a lane sees, whatever the data. A chunk's mean is written as its
@@ -30,9 +29,9 @@ import triton.language as tl
 from .affine import _grad_z
 from .reduce import mean_of, product
 
-# Where the second pass has its coefficients from (the kernels' SOURCE)
-SAVED, MERGED, OWN, RUNNING = 0, 1, 2, 3
-
+# Where the second pass has its coefficients from (SOURCE): what was combined before it, its own block's sums, or the
+# running statistics
+SAVED, OWN, RUNNING = 0, 1, 2
 
 AGAIN, ONCE = tl.constexpr("evict_last"), tl.constexpr("evict_first")
 
@@ -194,6 +193,14 @@ def _track(mean_ptr, var_ptr, c, in_c, mean, unbiased, momentum_hi, momentum_lo)
 
 
 @triton.jit
+def _count(count_ptr, first):
+    """One more batch, counted by the block of the first channel."""
+    if count_ptr is not None:
+        if first == 0:
+            tl.store(count_ptr, tl.load(count_ptr) + 1)
+
+
+@triton.jit
 def _save(stats_ptr, c, C, mean, inv, bias):
     tl.store(stats_ptr + c, mean, mask=c < C)
     tl.store(stats_ptr + C + c, inv, mask=c < C)
@@ -227,12 +234,15 @@ def forward_sums(
 
 @triton.jit(do_not_specialize_on_alignment=["M", "C", "S", "rows_per", "cols_per", "K", "FOLD"])
 def forward_combine(
-    x_ptr, partial_ptr, bias_ptr, running_mean_ptr, running_var_ptr, stats_ptr, momentum_hi, momentum_lo,
+    x_ptr, partial_ptr, bias_ptr, running_mean_ptr, running_var_ptr, count_ptr, stats_ptr, momentum_hi, momentum_lo,
     M, C, S, rows_per, cols_per, K, FOLD,
     CT: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACK: tl.constexpr, KP: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """Blocks (cdiv(C / FOLD, BC)): the chunks' moments to `stats_ptr`, and into the running statistics."""
+    """Blocks (cdiv(C / FOLD, BC)): the chunks' moments to `stats_ptr`, and into the running statistics.
+
+    `count_ptr` (), int64 or `None`: batches that these have seen, one more now.
+    """
     c = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
     mean, m2 = _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, KP, CT, FOLD)
     C = C // FOLD
@@ -241,16 +251,17 @@ def forward_combine(
     _save(stats_ptr, c, C, mean, inv, _parameter(bias_ptr, c, C, HAS_BIAS, 0.0, CT))
     if TRACK:
         _track(running_mean_ptr, running_var_ptr, c, c < C, mean, unbiased, momentum_hi, momentum_lo)
+        _count(count_ptr, tl.program_id(0))
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward_apply(
-    x_ptr, res_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, partial_ptr, stats_ptr, y_ptr, z_ptr,
+    x_ptr, res_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, count_ptr, stats_ptr, y_ptr, z_ptr,
     momentum_hi, momentum_lo, M, C, S_units, rows_per, cols_per, K, span,
     CT: tl.constexpr, ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, EPS: tl.constexpr, SOURCE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, TRACK: tl.constexpr,
     WRITE_Z: tl.constexpr, WRITE_STATS: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr,
-    FOLD: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
+    FOLD: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
     SUM_BM: tl.constexpr, SUM_BJ: tl.constexpr, U: tl.constexpr, SUM_FULL: tl.constexpr,
 ):  # fmt: skip
     """Blocks (K * cdiv(C, GC) times those that share a chunk), each `span` tiles of a chunk, the last ones first.
@@ -270,22 +281,18 @@ def forward_apply(
     if SOURCE == 0:
         mean = tl.load(stats_ptr + channel, mask=in_c, other=0.0)
         inv = tl.load(stats_ptr + channels + channel, mask=in_c, other=0.0)
-    elif SOURCE == 3:
+    elif SOURCE == 2:
         mean = tl.load(running_mean_ptr + channel, mask=in_c, other=0.0).to(CT)
         inv = _rsqrt(tl.load(running_var_ptr + channel, mask=in_c, other=0.0).to(CT) + EPS)
     else:
-        if SOURCE == 1:
-            mean, m2 = _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, channel, KP, CT, FOLD)
-        else:
-            mean, m2 = _chunk_moments(
-                x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT, ROW, FOLD, SUM_BM, SUM_BJ, U, SUM_FULL
-            )  # fmt: skip
+        mean, m2 = _chunk_moments(
+            x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT, ROW, FOLD, SUM_BM, SUM_BJ, U, SUM_FULL
+        )  # fmt: skip
         mean += _origin(x_ptr, channel, channels, S, CT)
         inv, unbiased = _settle(mean, m2, M, S, EPS, FOLD)
         if TRACK:
-            if k + part == 0:  # of a channel's FOLD columns, the first
-                mine = c < channels
-                _track(running_mean_ptr, running_var_ptr, c, mine, mean, unbiased, momentum_hi, momentum_lo)
+            _track(running_mean_ptr, running_var_ptr, c, in_c, mean, unbiased, momentum_hi, momentum_lo)
+            _count(count_ptr, group)
     if WRITE_STATS:
         if k + part == 0:
             _save(stats_ptr, c, channels, mean, inv, bias)
@@ -427,16 +434,16 @@ def backward_combine(
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def backward_apply(
-    g_ptr, x_ptr, kept_ptr, weight_ptr, stats_ptr, partial_ptr, dx_ptr, dres_ptr, dweight_ptr, dbias_ptr,
+    g_ptr, x_ptr, kept_ptr, weight_ptr, stats_ptr, sums_ptr, dx_ptr, dres_ptr, dweight_ptr, dbias_ptr,
     M, C, S_units, rows_per, cols_per, K, span,
     CT: tl.constexpr, ACT: tl.constexpr, GRAD: tl.constexpr, KEEPS_OUTPUT: tl.constexpr, P0: tl.constexpr,
     P1: tl.constexpr, MASK: tl.constexpr, SOURCE: tl.constexpr, HAS_WEIGHT: tl.constexpr, DRES: tl.constexpr,
     DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr,
-    FOLD: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
+    FOLD: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
     SUM_BM: tl.constexpr, SUM_BJ: tl.constexpr, U: tl.constexpr, SUM_FULL: tl.constexpr,
 ):  # fmt: skip
-    """Blocks as in `forward_apply`. `partial_ptr`: the chunks' sums (2, K, C), or with SAVED their total
-    (2, C / FOLD).
+    """Blocks as in `forward_apply`. `sums_ptr` (2, C / FOLD): of dz and of dz * (x - mean), with SAVED; with OWN a
+    block takes its own, and writes the parameters' gradients.
 
     Reads grad (or dz, with MASK 0) and x (and what was kept), writes dx (and the residual's gradient).
     """
@@ -452,19 +459,14 @@ def backward_apply(
     bias = bias[None, :]
     m_lo, m_hi, s_lo, s_hi = _chunk(k, M, S, rows_per, cols_per)
     if SOURCE == 0:
-        sum_dz = tl.load(partial_ptr + channel, mask=in_c, other=0.0)
-        sum_dz_x = tl.load(partial_ptr + channels + channel, mask=in_c, other=0.0)
+        sum_dz = tl.load(sums_ptr + channel, mask=in_c, other=0.0)
+        sum_dz_x = tl.load(sums_ptr + channels + channel, mask=in_c, other=0.0)
     else:
-        if SOURCE == 1:
-            sum_dz, sum_dz_x = _total(partial_ptr, K, C, channel, KP, FOLD)
-        else:
-            sum_dz, sum_dz_x = _chunk_gradients(
-                g_ptr, x_ptr, kept_ptr, dx_ptr, dx_ptr, mean[None, :], scale[None, :], bias, m_lo, m_hi, s_lo, s_hi,
-                group, C, S, CT, ACT, GRAD, KEEPS_OUTPUT, P0, P1, MASK, False, False, ROW, SUM_BM, SUM_BJ, U,
-                SUM_FULL,
-            )  # fmt: skip
-        if k + part == 0:
-            _parameter_gradients(dweight_ptr, dbias_ptr, c, channels, sum_dz, sum_dz_x, inv, DWEIGHT, DBIAS)
+        sum_dz, sum_dz_x = _chunk_gradients(
+            g_ptr, x_ptr, kept_ptr, dx_ptr, dx_ptr, mean[None, :], scale[None, :], bias, m_lo, m_hi, s_lo, s_hi,
+            group, C, S, CT, ACT, GRAD, KEEPS_OUTPUT, P0, P1, MASK, False, False, ROW, SUM_BM, SUM_BJ, U, SUM_FULL,
+        )  # fmt: skip
+        _parameter_gradients(dweight_ptr, dbias_ptr, c, channels, sum_dz, sum_dz_x, inv, DWEIGHT, DBIAS)
     n = (tl.cast(M, tl.int64) * S * FOLD).to(CT)
     along_one = (sum_dz / n)[None, :]
     along_x = (sum_dz_x / n * inv * inv)[None, :]

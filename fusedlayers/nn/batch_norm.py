@@ -22,16 +22,17 @@ def batch_norm_act(
     bn._check_input_dim(x)
     training, track, momentum = bn.training, bn.track_running_stats, bn.momentum
     weight, bias, mean, var, count = stored(bn, *TENSORS)
-    if training and track and count is not None:
+    if not (training and track):
+        count = None
+    if count is not None and momentum is None:  # a cumulative average
         count.add_(1)
-        if momentum is None:  # a cumulative average
-            momentum = 1.0 / float(count)
+        momentum, count = 1.0 / float(count), None
     batch = training or (mean is None and var is None)
     if training and not track:
         mean = var = None
     momentum = 0.0 if momentum is None else momentum
     act = activations.get(activation)
-    return op.batch_norm_act(x, mean, var, weight, bias, batch, momentum, bn.eps, act, residual, shift)
+    return op.batch_norm_act(x, mean, var, weight, bias, batch, momentum, bn.eps, act, residual, shift, count)
 
 
 class _FusedBatchNormAct(_BatchNorm):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..kernels import cdiv, next_power_of_2
 
-SAVED, MERGED, OWN, RUNNING = 0, 1, 2, 3  # the kernels' SOURCE: where the second pass has its coefficients from
+SAVED, OWN, RUNNING = 0, 1, 2  # the kernels' SOURCE: where the second pass has its coefficients from
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,7 @@ class Tiling:
         chunk: rows and columns of a chunk; `chunks` of them a channel group. One: a block owns its channels.
         sum_tile: rows, columns, and tiles in flight of the summing pass.
         apply_tile: rows, columns of the second pass; a block takes `span` tiles of a chunk, `parts` blocks share one.
-        merge: rows of partial sums that every block of the second pass combines; 0: a kernel of its own does.
-        combine_tile: rows (all chunks) and channels of that kernel, of `combine_warps`.
+        combine_tile: rows (all chunks) and channels of the kernel that combines partial sums, of `combine_warps`.
     """
 
     row: bool
@@ -43,13 +42,12 @@ class Tiling:
     apply_stages: int
     span: int
     parts: int
-    merge: int
     combine_tile: tuple[int, int]
     combine_warps: int
 
     @property
     def source(self) -> int:
-        return OWN if self.chunks == 1 else MERGED if self.merge else SAVED
+        return OWN if self.chunks == 1 else SAVED
 
     @property
     def sum_full(self) -> bool:
@@ -106,11 +104,9 @@ class Knobs:
     sum_unroll: int = 4
     sum_warps: int = 4
     sum_blocks: int = 4  # a multiprocessor
-    merge_limit: int = 0  # partial sums a block of the second pass may have to combine, each of both; 0: never
-    merged_bytes: int = 16384  # tile of a second pass that combines first: one long wave of blocks
-    merged_warps: int = 8
-    merged_stages: int = 3
-    merged_span: int = 0  # 0: all tiles of a chunk
+    own_bytes: int = 16384  # tile of a second pass whose block sums first, and takes all tiles of its chunk
+    own_warps: int = 8
+    own_stages: int = 3
     saved_bytes: int = 8192  # tile of a second pass that need not: many short blocks
     saved_warps: int = 4
     saved_stages: int = 3
@@ -120,7 +116,7 @@ class Knobs:
 
 
 FORWARD = Knobs()
-BACKWARD = Knobs(sum_unroll=2, merged_bytes=8192, wide_from=5 << 17, saved_span=3)
+BACKWARD = Knobs(sum_unroll=2, own_bytes=8192, wide_from=5 << 17, saved_span=3)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,16 +166,15 @@ def _tiling(
     across = cdiv(S, cols)
     chunks = down * across
 
-    merged = chunks * fold * channels <= knobs.merge_limit
-    merge = next_power_of_2(max(chunks * fold, 16)) if merged else 0
-    size, warps, stages, span = (
-        (knobs.merged_bytes, knobs.merged_warps, knobs.merged_stages, 0 if chunks == 1 else knobs.merged_span)
-        if merged
-        else (knobs.saved_bytes, knobs.saved_warps, knobs.saved_stages, knobs.saved_span)
+    own = chunks == 1
+    size, warps, stages = (
+        (knobs.own_bytes, knobs.own_warps, knobs.own_stages)
+        if own
+        else (knobs.saved_bytes, knobs.saved_warps, knobs.saved_stages)
     )
     apply_tile = tile(size // itemsize)
     tiles = cdiv(rows, apply_tile[0]) * cdiv(min(cols, S), wide)
-    span = span or tiles
+    span = tiles if own else knobs.saved_span
     KP = 64  # by fours: each size is another kernel to build
     while chunks * fold > KP:
         KP *= 4
@@ -187,5 +182,5 @@ def _tiling(
         row, fold, M, C, S, align, channels, groups, (rows, cols), chunks,
         (tall, wide, knobs.sum_unroll), knobs.sum_warps,
         apply_tile, warps, stages, span, cdiv(tiles, span),
-        merge, (KP, max(1, min(next_power_of_2(C // fold), 8192 // KP, knobs.combine_channels))), knobs.combine_warps,
+        (KP, max(1, min(next_power_of_2(C // fold), 8192 // KP, knobs.combine_channels))), knobs.combine_warps,
     )  # fmt: skip

@@ -17,8 +17,6 @@ from ._autograd import direct, needs_grad
 from ._dtypes import activated, compute_dtype, promoted, triton_dtype
 from ._layout import Coefficients, coefficients, has_format, with_strides
 from ._shift import shifted
-from ._tiling import MERGED as _MERGED
-from ._tiling import OWN as _OWN
 from ._tiling import RUNNING as _RUNNING
 from ._tiling import SAVED as _SAVED
 from ._tiling import Tiling, tiling
@@ -39,12 +37,13 @@ def reference(
 def batch_norm_act(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, momentum: float, eps: float, act: Activation, residual: Tensor | None = None,
-    shift: Tensor | None = None,
+    shift: Tensor | None = None, count: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `functional.batch_norm_act`.
 
-    `shift` (C,) is what was added to x out of autograd's sight, the bias of the product that made x: it gets its
-    gradient here. That is 0 where the batch's own mean is taken off again. For calls that nothing traces or transforms.
+    `count` (), which counts batches, is incremented. `shift` (C,) is what was added to x out of autograd's sight, the
+    bias of the product that made x: it gets its gradient here. That is 0 where the batch's own mean is taken off again.
+    For calls that nothing traces or transforms.
     """
     if shift is not None and not (training and shift.requires_grad and x.requires_grad):
         x, shift = shifted(x, shift, 1), None
@@ -55,14 +54,29 @@ def batch_norm_act(
         if route == "triton":
             if call.odd and (x.is_cpu or _by_cudnn(x, running_mean, running_var, weight, bias, training, eps)):
                 # eager's result is contiguous there
-                return batch_norm_act(x.contiguous(), *args[1:], shift)
+                return batch_norm_act(x.contiguous(), *args[1:], shift, count)
+            if count is not None and not _takes(count, x, running_mean):
+                count, _ = None, count.add_(1)
             try:
                 if needs_grad(*tensors):
-                    return _apply(*tensors, shift, momentum, call)[0]
-                return call.forward(*tensors, momentum)[0]
+                    return _apply(*tensors, shift, count, momentum, call)[0]
+                return call.forward(*tensors, count, momentum)[0]
             except KernelError as error:
                 _route.failed(OP, error)
+    if count is not None:
+        count.add_(1)
     return reference(shifted(x, shift, 1), *args[1:])
+
+
+def _takes(count: Tensor, x: Tensor, running_mean: Tensor | None) -> bool:
+    """Whether the kernel that moves the running statistics can count the batch as well."""
+    return (
+        running_mean is not None
+        and type(count) is Tensor
+        and count.dtype is torch.int64
+        and count.get_device() == x.get_device()
+        and not count.is_inference()
+    )
 
 
 def _by_cudnn(
@@ -93,10 +107,11 @@ class _BatchNormAct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-        running_mean: Tensor | None, running_var: Tensor | None, shift: Tensor | None, momentum: float, call: _Call,
+        running_mean: Tensor | None, running_var: Tensor | None, shift: Tensor | None, count: Tensor | None,
+        momentum: float, call: _Call,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        y, z, stats = call.forward(x, weight, bias, residual, running_mean, running_var, momentum, keep=True)
+        y, z, stats = call.forward(x, weight, bias, residual, running_mean, running_var, count, momentum, keep=True)
         kept = None if call.mask != _KEPT else y if z is None else z
         ctx.save_for_backward(x, weight, stats, kept, running_mean, running_var)
         ctx.call, ctx.shift = call, shift.dtype if ctx.needs_input_grad[6] else None
@@ -107,14 +122,14 @@ class _BatchNormAct(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor | None, g_z: Tensor | None, g_stats: Tensor | None) -> tuple[Tensor | None, ...]:
         saved, call, needs = ctx.saved_tensors[:4], ctx.call, ctx.needs_input_grad[:4]
         if g is None and g_z is None and g_stats is None:
-            return (None,) * 9
+            return (None,) * 10
         dshift = None if ctx.shift is None else saved[0].new_zeros(saved[0].shape[1], dtype=ctx.shift)
-        rest = None, None, dshift, None, None
+        rest = None, None, dshift, None, None, None
         if torch.is_grad_enabled() or g_z is not None or g_stats is not None:
             grads = call.composite(*saved, needs, g, g_z, g_stats)
             if dshift is not None and grads[0] is not None:  # 0 with a graph behind it, as eager's
                 dshift = grads[0].sum([d for d in range(grads[0].dim()) if d != 1]).to(ctx.shift)
-            return *grads, None, None, dshift, None, None
+            return *grads, *rest[:2], dshift, *rest[3:]
         try:
             return *call.backward(*saved, needs, g), *rest
         except KernelError as error:
@@ -147,7 +162,8 @@ class _Call:
 
     def forward(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-        running_mean: Tensor | None, running_var: Tensor | None, momentum: float, keep: bool = False,
+        running_mean: Tensor | None, running_var: Tensor | None, count: Tensor | None, momentum: float,
+        keep: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """Returns `(y, z, stats)`; y and z have x's dense strides, z and stats are `None` where not kept."""
         shape, stride = x.shape, self.plan.x_stride
@@ -158,16 +174,17 @@ class _Call:
         bias = None if bias is None else bias.contiguous()
         y = torch.empty_like(x) if self.y_dtype is x.dtype else torch.empty_like(x, dtype=self.y_dtype)
         z = torch.empty_like(x, dtype=self.z_dtype) if keep and self.keeps_z else None
-        run, with_stats, chunks = self._launches.get(keep) or self._prepare_forward(keep)
+        key = keep, count is not None
+        run, with_stats, chunks = self._launches.get(key) or self._prepare_forward(*key)
         # sizes one by one: torch reads them faster than a tuple
         C, ct = self.forward_tiling.features, self.dtype
         stats = x.new_empty(3, C, dtype=ct) if with_stats else None
         partial = x.new_empty(2, chunks, C, dtype=ct) if chunks else None
         halves = _halves(momentum) if self.track else (0.0, 0.0)
-        run(x, residual, weight, bias, running_mean, running_var, partial, stats, y, z, numbers=halves)
+        run(x, residual, weight, bias, running_mean, running_var, count, partial, stats, y, z, numbers=halves)
         return y, z, stats
 
-    def _prepare_forward(self, keep: bool) -> tuple[Any, bool, int]:
+    def _prepare_forward(self, keep: bool, counts: bool) -> tuple[Any, bool, int]:
         """The launches, whether they write the statistics, and chunks of partial sums, if any."""
         kernel, device_act = load("batch_norm"), load("activations")
         Chain, Launch = load("launch").Chain, load("launch").Launch
@@ -175,23 +192,25 @@ class _Call:
         source = t.source if self.training else _RUNNING
         layout = t.layout
         sums = combine = None
-        if source in (_SAVED, _MERGED):
-            sums = Launch(
-                kernel.forward_sums, t.sum_grid, (*t.loops, ct, *layout, *t.sum_tile, t.sum_full), t.sum_warps
-            )
         if source == _SAVED:
+            rest = (*t.loops, ct, *layout, *t.sum_tile, t.sum_full)
+            sums = Launch(kernel.forward_sums, t.sum_grid, rest, t.sum_warps)
             rest = (t.M, t.C, t.S, *t.chunk, t.chunks, t.fold, ct, self.eps, bias, self.track, *t.combine_tile)
             combine = Launch(kernel.forward_combine, t.combine_grid, rest, t.combine_warps)
         flags = (self.weight_dtype is not None, bias, self.residual_dtype is not None)
         flags += (self.track and combine is None, keep and self.keeps_z, keep and combine is None)
         act = device_act.value(self.act, self.y_dtype), *device_act.constants(self.act)
         rest = (*t.loops, t.span, ct, *act, self.eps, source)
-        rest += (*flags, *layout, t.merge, *t.apply_tile, t.apply_full, t.apply_stages, *t.sum_tile, t.sum_full)
+        rest += (*flags, *layout, *t.apply_tile, t.apply_full, t.apply_stages, *t.sum_tile, t.sum_full)
         apply = Launch(kernel.forward_apply, t.apply_grid, rest, t.apply_warps)
-        # x, residual, weight, bias, running_mean, running_var, partial, stats, y, z
-        steps = (sums, (0, 6), False), (combine, (0, 6, 3, 4, 5, 7), True), (apply, tuple(range(10)), True)
+        # x, residual, weight, bias, running_mean, running_var, count, partial, stats, y, z
+        steps = (
+            (sums, (0, 7), False),
+            (combine, (0, 7, 3, 4, 5, 6, 8), True),
+            (apply, (0, 1, 2, 3, 4, 5, 6, 8, 9, 10), True),
+        )
         with_stats, chunks = keep or combine is not None, 0 if sums is None else t.partials
-        self._launches[keep] = prepared = Chain(*steps), with_stats, chunks
+        self._launches[keep, counts] = prepared = Chain(*steps), with_stats, chunks
         return prepared
 
     def backward(
@@ -262,19 +281,19 @@ class _Call:
         two_passes, writes = need_dx and self.training, need_dres and mask != _NOTHING
         source = t.source if two_passes else _SAVED
         sums = combine = apply = None
-        if source != _OWN:
+        if source == _SAVED:
             rest = (*t.loops, *flags, mask, weight, writes, need_dx and not two_passes)
             rest += (*layout, *t.sum_tile, t.sum_full)
             sums = Launch(kernel.backward_sums, t.sum_grid, rest, t.sum_warps)
-        if source == _SAVED and (two_passes or need_dweight or need_dbias):
-            rest = (t.C, t.chunks, t.fold, two_passes, need_dweight, need_dbias, *t.combine_tile)
-            combine = Launch(kernel.backward_combine, t.combine_grid, rest, t.combine_warps)
+            if two_passes or need_dweight or need_dbias:
+                rest = (t.C, t.chunks, t.fold, two_passes, need_dweight, need_dbias, *t.combine_tile)
+                combine = Launch(kernel.backward_combine, t.combine_grid, rest, t.combine_warps)
         if two_passes:
             if sums is not None:
                 writes, mask = False, _NOTHING if self._rereads_dz(need_dres) else mask
             rest = (*t.loops, t.span, *flags, mask, source, weight, writes)
             rest += (need_dweight and combine is None, need_dbias and combine is None)
-            rest += (*layout, t.merge, *t.apply_tile, t.apply_full, t.apply_stages, *t.sum_tile, t.sum_full)
+            rest += (*layout, *t.apply_tile, t.apply_full, t.apply_stages, *t.sum_tile, t.sum_full)
             apply = Launch(kernel.backward_apply, t.apply_grid, rest, t.apply_warps)
         # g, x, kept, weight, stats, written, dx, partial, total, dweight, dbias, None
         totals = combine is not None and apply is not None
@@ -282,7 +301,7 @@ class _Call:
         steps = (
             (sums, (0, 1, 2, 3, 4, 5, 6 if apply is None else 11, 7), False),
             (combine, (7, 4, 8, 9, 10), False),
-            (apply, (gradient, 1, 2, 3, 4, 8 if totals else 7, 6, 5, 9, 10), False),
+            (apply, (gradient, 1, 2, 3, 4, 8, 6, 5, 9, 10), False),
         )
         self._launches[needs] = prepared = Chain(*steps), 0 if sums is None else t.partials, totals
         return prepared

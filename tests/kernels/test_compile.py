@@ -213,11 +213,12 @@ def batch_norm() -> Iterator[Entry]:
             name, r = f"{'row' if row else 'col'}-{C}-{'add' if residual else 'alone'}", "*bf16" if residual else None
             t = tiling(row, M, C, S, 2, 132, False)
             layout, source = t.layout, t.source
-            if source != 2 and not residual:
+            own, counts = source != 0, "*i64" if residual else None
+            if not own and not residual:
                 values = (ct, *layout, *t.sum_tile, t.sum_full)
                 fn = module.forward_sums
                 yield Entry(f"bn_sums-{name}", fn, ("*bf16", "*fp32", *loops), constants(fn, values), t.sum_warps)
-            flags = (True, True, residual, source != 0, False, source != 0)
+            flags = (True, True, residual, own, False, own)
             values = (
                 ct,
                 *value,
@@ -225,7 +226,6 @@ def batch_norm() -> Iterator[Entry]:
                 source,
                 *flags,
                 *layout,
-                t.merge,
                 *t.apply_tile,
                 t.apply_full,
                 t.apply_stages,
@@ -233,23 +233,22 @@ def batch_norm() -> Iterator[Entry]:
                 t.sum_full,
             )
             fn = module.forward_apply
-            signature = ("*bf16", r, *["*fp32"] * 6, "*bf16", None, "fp32", "fp32", *loops, "i32")
+            signature = ("*bf16", r, *["*fp32"] * 4, counts, "*fp32", "*bf16", None, "fp32", "fp32", *loops, "i32")
             yield Entry(f"bn_apply-{name}", fn, signature, constants(fn, values), t.apply_warps)
             t = tiling(row, M, C, S, 2, 132, True)
             layout, source, mask = t.layout, t.source, 2 if residual else 1
-            if source != 2:
+            own = source != 0
+            if not own:
                 values = (ct, *gradient, mask, True, residual, False, *layout, *t.sum_tile, t.sum_full)
                 fn = module.backward_sums
                 signature = ("*bf16", "*bf16", r, "*fp32", "*fp32", r, None, "*fp32", *loops)
                 yield Entry(f"bn_backward_sums-{name}", fn, signature, constants(fn, values), t.sum_warps)
-            flags = (mask if source == 2 else 0 if residual else 1, source, True, residual and source == 2)
-            flags += (source != 0, source != 0)
+            flags = (mask if own else 0 if residual else 1, source, True, residual and own, own, own)
             values = (
                 ct,
                 *gradient,
                 *flags,
                 *layout,
-                t.merge,
                 *t.apply_tile,
                 t.apply_full,
                 t.apply_stages,
@@ -260,8 +259,10 @@ def batch_norm() -> Iterator[Entry]:
             signature = ("*bf16", "*bf16", r, *["*fp32"] * 3, "*bf16", r, "*fp32", "*fp32", *loops, "i32")
             yield Entry(f"bn_backward_apply-{name}", fn, signature, constants(fn, values), t.apply_warps)
     fn = module.forward_combine
-    signature = ("*bf16", *["*fp32"] * 5, "fp32", "fp32", "i32", "i32", 1, "i32", 1, "i32", "i32")
-    yield Entry("bn_combine", fn, signature, constants(fn, (ct, 1e-5, True, True, 256, 16)))
+    for counts in ("*i64", None):
+        pointers = "*bf16", *["*fp32"] * 4, counts, "*fp32"
+        signature = (*pointers, "fp32", "fp32", "i32", "i32", 1, "i32", 1, "i32", "i32")
+        yield Entry(f"bn_combine-{counts}", fn, signature, constants(fn, (ct, 1e-5, True, True, 256, 16)))
     fn = module.backward_combine
     values = (True, True, True, 256, 16)
     yield Entry("bn_backward_combine", fn, (*["*fp32"] * 5, "i32", "i32", "i32"), constants(fn, values))

@@ -90,3 +90,25 @@ def test_errors_are_torchs(device):
             ours(randn(3, 5, 2, 2, device=device))
     with pytest.raises(ValueError, match="unknown activation"):
         fl.FusedBatchNormAct2d(4, activation="rellu")
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (5, 4, 9, 17)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.int32], ids=str)
+def test_counts_batches_of_any_dtype(dtype, shape, device):
+    cls = fl.FusedBatchNormAct1d if len(shape) == 2 else fl.FusedBatchNormAct2d
+    ours = cls(4).to(device)
+    ours.num_batches_tracked = ours.num_batches_tracked.to(dtype)
+    x = randn(*shape, device=device)
+    for grad in (True, False, True):
+        with torch.set_grad_enabled(grad):
+            ours(x)
+    assert ours.num_batches_tracked == 3 and ours.num_batches_tracked.dtype == dtype
+
+
+def test_counts_without_running_statistics(device):
+    """As torch does with buffers taken away."""
+    ours, plain = fl.FusedBatchNormAct1d(4).to(device), nn.BatchNorm1d(4).to(device)
+    for bn in (ours, plain):
+        bn.running_mean = bn.running_var = None
+        bn(randn(6, 4, device=device))
+    assert ours.num_batches_tracked == plain.num_batches_tracked == 1

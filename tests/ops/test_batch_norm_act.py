@@ -357,19 +357,12 @@ def cut_by(knobs: _tiling.Knobs) -> Iterator[None]:
         use(*before)
 
 
-def test_large_tensors_take_every_source(device):
-    """The same result whether the second pass combines the partial sums itself, or a kernel before it does."""
-    shape = (5, 5, 9, 17)
-    given = inputs(shape, torch.float32, device, last=True)
-    found = []
-    for limit in (10**9, 0):
-        with cut_by(_tiling.Knobs(merge_limit=limit, saved_span=1)):
-            compare(fused("relu"), eager("relu"), given)
-            mean, var = torch.zeros(5, device=device), torch.ones(5, device=device)
-            y = fused("relu")(*given, mean, var)
-            found.append([y, mean, var, *torch.autograd.grad(y, given[:3], torch.ones_like(y))])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+def test_a_block_of_its_own_takes_all_of_its_chunk():
+    """Or each of those that shared it would sum all of it."""
+    for row, M, C, S in ((True, 256, 1024, 196), (True, 64, 2048, 49), (False, 64, 1024, 1)):
+        for backward in (False, True):
+            cut = _tiling.tiling(row, M, C, S, 2, 132, backward)
+            assert cut.source == _tiling.OWN and cut.parts == 1
 
 
 @pytest.mark.parametrize("channels", [128, 200])
@@ -382,23 +375,21 @@ def test_large_tensors_are_cut_wider(channels, device):
         compare(fused("relu"), eager("relu"), given)
 
 
-@pytest.mark.parametrize("limit", [0, 10**9], ids=["combined apart", "combined in place"])
 @pytest.mark.parametrize(("channels", "fold"), [(24, 8), (40, 8), (80, 4), (96, 2)])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_channels_that_fit_no_tile(training, channels, fold, limit, device):
+def test_channels_that_fit_no_tile(training, channels, fold, device):
     """Several rows are walked as one: statistics, gradients and the running statistics are of the channels still."""
     given = inputs((8, channels, 16, 16), torch.float32, device, residual=channels == 40, last=True)
     running = torch.randn(channels, device=device), torch.rand(channels, device=device) + 0.5
-    with cut_by(_tiling.Knobs(merge_limit=limit)):
-        cut = _tiling.tiling(False, 2048, channels, 1, 4, 132, False)
-        assert (cut.fold, cut.features) == (fold, channels) and cut.chunks > 1 and cut.sum_full
-        mine, theirs = ([t.clone() for t in running] for _ in range(2))
+    cut = _tiling.tiling(False, 2048, channels, 1, 4, 132, False)
+    assert (cut.fold, cut.features) == (fold, channels) and cut.chunks > 1 and cut.sum_full
+    mine, theirs = ([t.clone() for t in running] for _ in range(2))
 
-        def kept(fn):
-            return lambda *args: fn("relu", training)(*args, *(t.clone() for t in running))
+    def kept(fn):
+        return lambda *args: fn("relu", training)(*args, *(t.clone() for t in running))
 
-        compare(kept(fused), kept(eager), given)
-        fused("relu", training)(*given, *mine)
+    compare(kept(fused), kept(eager), given)
+    fused("relu", training)(*given, *mine)
     eager("relu", training)(*given, *theirs)
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b)
