@@ -1,7 +1,7 @@
 """The route table of a device, from a grid in which every op took its kernels at every size.
 
-    python -m fusedlayers bench ops --grid --route triton --peers eager --json grid-triton.json
-    python benchmarks/route_table.py grid-triton.json
+    python -m fusedlayers bench ops --grid --route triton --peers eager
+    python benchmarks/route_table.py benchmarks/results/<device>/grid-triton.json
 
 Where the kernels lose to eager's own ops by device time, tensors of that size and smaller ones take eager's ops from
 then on; the step between a size that loses and the next one that wins is cut in the middle. What the host makes of a

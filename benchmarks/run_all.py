@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 PYTHON = [sys.executable]
 BENCH = [*PYTHON, "-m", "fusedlayers.bench"]
-SCRIPTS = {"batch-norm": "batch_norm_sites", "norms": "row_norms", "residual": "residual_ops"}
+SCRIPTS = {"batch-norm": "batch_norm_sites", "row-norms": "row_norms", "residual": "residual_ops"}
 
 
 def commands(out: Path) -> dict[str, list[str]]:
@@ -47,7 +47,7 @@ def commands(out: Path) -> dict[str, list[str]]:
         "grid-triton": bench("ops", "grid-triton", "--grid", "--peers", "eager", "--route", "triton"),
         "layers": bench("layers", "layers"),
         "models": bench("models", "models", "--peers", "eager"),
-        "compile": bench("models", "models", "--peers", "compile", "--resume"),
+        "compile": bench("models", "models-compile", "--peers", "compile", "--resume"),
         "first-step": bench("models", "models", "--peers", "", "--only", "first-step", "--resume"),
         "lengths": bench("models", "models", "--peers", "", "--only", "lengths", "--resume"),
         "lengths-compile": bench("models", "models", "--peers", "compile", "--only", "lengths", "--resume"),

@@ -45,6 +45,16 @@ def test_a_grid_shows_eager_against_itself(tmp_path, capsys):
     assert "eager against itself" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [("", "ops"), ("--grid", "grid"), ("--grid --route triton", "grid-triton"), ("--route reference", "ops-reference")],
+)
+def test_results_have_the_names_that_the_tables_look_for(tmp_path, monkeypatch, options, name):
+    monkeypatch.chdir(tmp_path)
+    main(["ops", "--budget", "0", *options.split()])
+    assert [p.relative_to(tmp_path) for p in tmp_path.rglob("*.json")] == [report.folder("CPU") / f"{name}.json"]
+
+
 def test_the_grid_is_wide():
     grid = ops.grid_cases()
     assert len(grid) >= 60 and len({c.name for c in grid}) == len(grid)
@@ -101,6 +111,8 @@ def test_unknown_names_are_errors(tmp_path):
         main(["ops", "--only", "nothing*"])
     with pytest.raises(SystemExit, match="no case matches"):
         main(["models", "--only", "nothing*", "--json", str(tmp_path / "run.json")])
+    with pytest.raises(SystemExit, match="--grid is for ops"):
+        main(["layers", "--grid"])
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_runs(tmp_path, monkeypatch):

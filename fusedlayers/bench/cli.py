@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit(f"bench: unknown peers {', '.join(sorted(unknown))} (known: {', '.join(PEERS)})")
     if args.plot and importlib.util.find_spec("matplotlib") is None:  # said before anything is measured, not after
         raise SystemExit("bench: --plot needs matplotlib: pip install 'fusedlayers[bench]'")
+    if args.grid and args.kind != "ops":
+        raise SystemExit("bench: --grid is for ops")
+    args.json = args.json or report.folder(report.device_name(device)) / f"{file_name(args)}.json"
     try:
         with settings(route=args.route):
             if args.kind == "models":
@@ -49,17 +52,15 @@ def run(args: argparse.Namespace, peers: list[str], device: str, budget: Budget)
     if not cases:
         raise SystemExit(f"bench: no case matches {args.only!r}")
     found = report.envelope(args.kind, device, _public(args))
-    name = args.kind + ("-grid" if args.grid else "")
-    path = args.json or report.folder(found["hardware"]["name"]) / f"{name}.json"
     if args.resume:
-        found["results"] = report.earlier(path)
+        found["results"] = report.earlier(args.json)
         done = {r["case"] for r in found["results"]}
         cases = [c for c in cases if c.name not in done]
     effort = (Effort(rounds=40, turn_ms=1.0) if args.grid else Effort()) if device == "cuda" else QUICK
 
     def emit(result: dict[str, Any]) -> None:
         found["results"].append(result)
-        report.save(found, path)  # after each case, so that a run that is cut off leaves what it had
+        report.save(found, args.json)  # after each case, so that a run that is cut off leaves what it had
         print(one_line(result), flush=True)
 
     run_cases(cases, peers, device, effort, budget, emit, control=args.grid)
@@ -68,9 +69,14 @@ def run(args: argparse.Namespace, peers: list[str], device: str, budget: Budget)
     if args.plot:
         from . import plots
 
-        print(*plots.draw(found, path), sep="\n")
-    print(f"written: {path}")
+        print(*plots.draw(found, args.json), sep="\n")
+    print(f"written: {args.json}")
     return 1 if any("error" in r for r in found["results"]) else 0
+
+
+def file_name(args: argparse.Namespace) -> str:
+    """What a run is called where nobody names it; a forced route is not what users get, and so never overwrites it."""
+    return ("grid" if args.grid else args.kind) + ("" if args.route == "auto" else f"-{args.route}")
 
 
 def chosen(args: argparse.Namespace, device: str) -> list[Case]:
@@ -110,7 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("kind", choices=("ops", "layers", "models"))
     parser.add_argument("--peers", default="eager,compile,liger", help="comma-separated: eager, compile, liger")
-    parser.add_argument("--json", metavar="PATH", help="where the results go (default: benchmarks/results/<device>/)")
+    default = "benchmarks/results/<device>/, as ops.json, grid.json, grid-triton.json, ..."
+    parser.add_argument("--json", metavar="PATH", help=f"where the results go (default: {default})")
     parser.add_argument("--plot", action="store_true", help="also draw PNGs beside the JSON")
     parser.add_argument("--only", default="*", metavar="GLOB", help="only the cases whose name matches")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no case after this time")

@@ -29,16 +29,16 @@ def main(args: argparse.Namespace, peers: Sequence[str], device: str, budget: Bu
     Compiling comes last, with the time that is left. With `--resume` what the JSON has is not measured again.
     """
     torch.backends.cudnn.benchmark = True
-    run = report.envelope("models", device, {"peers": args.peers, "only": args.only, "budget": args.budget})
-    path = args.json or report.folder(run["hardware"]["name"]) / "models.json"
+    given = {name: getattr(args, name) for name in ("peers", "only", "budget", "route")}
+    run = report.envelope("models", device, given)
     if args.resume:
-        run["results"] = report.earlier(path)
+        run["results"] = report.earlier(args.json)
     by_name = {r["case"]: r for r in run["results"]}
 
     def emit(result: dict[str, Any]) -> None:
         by_name[result["case"]] = result
         run["results"] = list(by_name.values())
-        report.save(run, path)
+        report.save(run, args.json)
         print(one_line(result), flush=True)
 
     chosen = [w for w in workloads() if fnmatch.fnmatch(w.name, args.only)]
@@ -73,8 +73,8 @@ def main(args: argparse.Namespace, peers: Sequence[str], device: str, budget: Bu
     if args.plot:
         from . import plots
 
-        print(*plots.draw(run, path), sep="\n")
-    print(f"written: {path}")
+        print(*plots.draw(run, args.json), sep="\n")
+    print(f"written: {args.json}")
     return 1 if any("error" in r for r in run["results"]) else 0
 
 
