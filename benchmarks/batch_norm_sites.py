@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from fusedlayers import settings
 from fusedlayers.activations import get
+from fusedlayers.bench import report
 from fusedlayers.bench.timing import copy_speed
 from fusedlayers.ops import _tiling
 from fusedlayers.ops import batch_norm_act as op
@@ -242,8 +243,7 @@ def main() -> None:
 
 
 def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
-    device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "batch": args.batch}
-    args.out.write_text(json.dumps({**device, **results}, indent=1) + "\n")
+    args.out.write_text(json.dumps({**report.origin(), "batch": args.batch, **results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

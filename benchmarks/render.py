@@ -1,7 +1,7 @@
 """Tables and pictures from the JSON files of `benchmarks/results`, and the README's block of figures.
 
 python benchmarks/render.py            # writes RESULTS.md and the PNGs beside the JSON files, and the README's block
-python benchmarks/render.py --check    # fails where the README's block is not what the JSON files say
+python benchmarks/render.py --check    # fails where RESULTS.md or the README's block is not what the JSON files say
 """
 
 from __future__ import annotations
@@ -28,13 +28,33 @@ OTHERS = {
     "grid-triton": "The same, every op held to its kernels",
 }
 ABOUT = {
-    "models": "Forward, loss and backward under bf16 autocast. `full step x`: with gradient clipping and fused AdamW.",
-    "models-compile": "`compile pays after`: steps until the time that compiling took is earned back.",
-    "batch-norm": "Milliseconds, bf16, channels_last, batch 256; `both`: forward and backward. `count`: how often "
-    "ResNet-50 has this norm; `limit`: its bytes at copy speed; `error`: fused over eager, both against float64.",
-    "row-norms": "bf16, 65536 rows. `us`: microseconds; `of_copy`: share of the speed of a copy.",
-    "residual": "bf16, 65536 rows of 1024. `how`: by replays of a CUDA graph, the call and the copy beside it.",
-    "grid": "With the routes that a user gets. `x eager again`: eager against itself, which is the noise.",
+    "models": "Forward, loss and backward under bf16 autocast.",
+    "batch-norm": """\
+Milliseconds, bf16, channels_last, batch 256.
+
+- `channels`, `height`: of its square maps
+- `kind`: what follows the norm; `count`: how often ResNet-50 has it
+- `error`: of `fused` over that of `eager`, both against float32, the worst of outputs and gradients
+- `limit`: the least bytes of both directions, at the speed of a large copy
+- `fused`, `eager`, `compile`: `forward` alone, and `both` directions""",
+    "row-norms": """\
+bf16, 65536 rows.
+
+- `fused`, `eager`, `liger`, `compile`: `forward` and `backward` alone
+- `us`: microseconds, the median; `quartiles`: theirs
+- `of_copy`: the least bytes, over that time, as a share of what a large copy reaches
+- `peak_mib`: the most memory that both directions take on top of the inputs
+- `error`: of `fused` over that of `eager`, both against float64, the worst of outputs and gradients""",
+    "residual": """\
+bf16, 65536 rows of 1024. `fast` draws masks of its own, where the others draw eager's.
+
+- `contender`: who computes the `case`
+- `phase`: forward alone; or backward: both directions less forward (`host_us`, `peak_bytes`: both)
+- `ms`: device time, as `how` says: replays of a CUDA graph, or events around calls, in forward and in both directions
+- `percent_of_copy`: the least bytes at the speed of a large copy, over `ms`
+- `host_us`: until the call is queued; `peak_bytes`: the most memory on top of the inputs
+- `notes`: what failed""",
+    "grid": "With the routes that a user gets. Below: the smallest ratios to eager, by the best of the rounds.",
     "grid-triton": "Not what a user gets: the routes that lose here are what the shipped table sends to eager.",
 }
 
@@ -48,25 +68,18 @@ def load(folder: Path) -> dict[str, dict]:
     return found
 
 
-LEGEND = """\
-Columns: `x eager`, `x compile`, `x liger`: how many times as fast as these by device time, forward and backward
-together unless the case says forward. `wall`: by the wall clock, one call after another. `host`: microseconds until a
-call is queued. `of copy speed`: the least bytes the case must move, over its time, as a share of what a copy reaches.
-`GEMMs alone`: its matrix products and nothing else; `removed`: the share of (eager - GEMMs) that fusing took away,
-negative where it is slower. `peak`, `kept`: memory on top of the inputs, and what is kept for backward.
-"""
-
-
 def page(runs: dict[str, dict]) -> str:
-    """Everything measured on one device, as one Markdown page."""
-    parts = [LEGEND]
+    """Everything measured on one device, as one Markdown page; a column is explained where it comes first."""
+    parts, known = [], set()
     titles = KINDS | OTHERS
     for name, run in sorted(runs.items(), key=lambda item: [*titles, item[0]].index(item[0])):
         title = titles.get(name) or name.replace("_", " ").replace("-", " ").capitalize()
-        parts.append(f"## {title}\n\n{ABOUT.get(name, '')}\n\n{report.markdown(run)}")
+        about = filter(None, (ABOUT.get(name), report.legend(run, known)))
+        parts += [f"## {title}", *about, report.markdown(run).rstrip()]
+        known.update(report.table_rows(run)[0])
         if run.get("arguments", {}).get("grid"):
-            parts.append("```\n" + "\n".join(report.grid_summary(run["results"])) + "\n```\n")
-    return "\n".join(parts)
+            parts.append("```\n" + "\n".join(report.grid_summary(run["results"])) + "\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def readme_block(runs: dict[str, dict], device: Path) -> str:
@@ -89,11 +102,13 @@ def main() -> int:
     folders = [f for f in sorted((ROOT / report.RESULTS).glob("*")) if f.is_dir() and load(f)]
     blocks = []
     for folder in folders:
-        runs = load(folder)
+        runs, results = load(folder), folder / "RESULTS.md"
         blocks.append(readme_block(runs, folder))
         if args.check:
+            if not results.exists() or results.read_text() != page(runs):
+                sys.exit(f"{results.relative_to(ROOT)} is not what the JSON files say: run benchmarks/render.py")
             continue
-        (folder / "RESULTS.md").write_text(page(runs))
+        results.write_text(page(runs))
         if not args.no_plots:
             for name, run in runs.items():
                 if "kind" in run:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedlayers import functional, settings
+from fusedlayers.bench import report
 from fusedlayers.bench.timing import Effort, compare, copy_speed, input_sets
 from fusedlayers.ops import scale_residual as op
 
@@ -182,12 +183,12 @@ def main() -> None:
     else:
         peers = "eager" if args.no_compile else "compile"
         rows = [row for case in cases() for row in measure(case, args.rows, args.cols, copy, peers)]
-    report = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": args.rows, "cols": args.cols,
-        "dtype": "bfloat16", "copy_bytes_per_s": copy, "seconds": time.monotonic() - began, "results": rows,
+    run = {
+        **report.origin(), "rows": args.rows, "cols": args.cols, "dtype": "bfloat16", "copy_bytes_per_s": copy,
+        "seconds": time.monotonic() - began, "results": rows,
     }  # fmt: skip
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{report['device']}, torch {report['torch']}, {args.rows}x{args.cols} bf16, copy {copy / 1e12:.2f} TB/s")
+    args.out.write_text(json.dumps(run, indent=1) + "\n")
+    print(f"{run['device']}, torch {run['torch']}, {args.rows}x{args.cols} bf16, copy {copy / 1e12:.2f} TB/s")
     print(table(rows))
 
 

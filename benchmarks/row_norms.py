@@ -24,6 +24,7 @@ import torch._functorch.config
 import torch.nn.functional as F
 
 from fusedlayers import functional, settings
+from fusedlayers.bench import report
 from fusedlayers.bench.timing import copy_speed, peak_memory
 from fusedlayers.kernels import next_power_of_2
 from fusedlayers.ops import _row_norm
@@ -278,8 +279,7 @@ def main() -> None:
 
 
 def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
-    device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "M": args.rows}
-    args.out.write_text(json.dumps({**device, **results}, indent=1) + "\n")
+    args.out.write_text(json.dumps({**report.origin(), "M": args.rows, **results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

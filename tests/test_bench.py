@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,8 @@ from fusedlayers.functional import affine_act
 from fusedlayers.kernels import ahead
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmarks take their real sizes")
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(tmp_path, *argv):
@@ -36,7 +40,7 @@ def test_ops_are_timed_against_eager(tmp_path, capsys):
         assert timing["host_us"]["median"] > 0 and timing["device_ms"] is None
     assert found["versions"]["torch"] == torch.__version__ and found["hardware"]["name"] == "CPU"
     assert "affine_act/relu" in capsys.readouterr().out
-    assert report.markdown(found).count("\n|") == 3
+    assert report.markdown(found).count("\n|") == 3 and "`fused, wall ms`" in report.legend(found)
 
 
 def test_a_grid_shows_eager_against_itself(tmp_path, capsys):
@@ -215,6 +219,24 @@ def test_notes_beside_the_models():
     assert "5.0 s with a cold cache, not measured with a warm one" in first
     assert "0 of this library's kernels built" in second and "1.25 times" in second
     assert len(report.model_rows(found)) == 1 and report.brief(found)[1:] == [first, second]
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(p.parent for p in (ROOT / report.RESULTS).glob("*/RESULTS.md")), ids=lambda p: p.name
+)
+def test_every_column_of_the_results_is_explained(folder):
+    text = (folder / "RESULTS.md").read_text(encoding="utf-8")
+    heads = re.findall(r"^\| (.*) \|\n\|---", text, re.MULTILINE)
+    assert len(heads) == len(list(folder.glob("*.json")))
+    columns = {c for head in heads for c in head.split(" | ")}
+    parts = {part for c in columns for part in ([c] if c in report.COLUMNS else c.split("."))}
+    assert not {part for part in parts if f"`{part}`" not in text}
+
+
+def test_a_column_is_explained_once():
+    run = {"kind": "models", "results": [{"case": "a", "variants": {"eager": {}, "patched": {}}}]}
+    assert "- `patched x`: how many times" in report.legend(run)
+    assert report.legend(run, report.table_rows(run)[0]) == ""
 
 
 def test_numbers():

@@ -7,6 +7,8 @@ import json
 import math
 import platform
 import re
+from collections.abc import Collection
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,58 @@ from .timing import ceilings
 
 RESULTS = Path("benchmarks") / "results"
 
+_FUSED = "milliseconds of this library, forward and backward together unless the case says forward"
+_TIMES = "how many times as fast as these, by the same clock"
+_STEPS = "how many times as fast as eager by the wall clock"
+COLUMNS = {
+    "case": "op, what of it, sizes, dtype",
+    "fused, device ms": _FUSED,
+    "fused, wall ms": _FUSED,
+    "x eager": _TIMES,
+    "x compile": _TIMES,
+    "x liger": _TIMES,
+    "x eager again": "a second copy of eager in place of the first: what the two columns differ by is noise",
+    "wall x eager": "how many times as fast as eager by the wall clock, one call after another",
+    "host µs (eager's)": "until a call is queued",
+    "of copy speed": "the least bytes that the case must move, over its time, as a share of what a large copy reaches",
+    "GEMMs alone, ms": "its matrix products and nothing else",
+    "removed": "the share of (eager - GEMMs) that fusing took away, negative where it is slower",
+    "peak MiB (eager's)": "the most memory that a step takes on top of its inputs",
+    "kept MiB (eager's)": "what is kept for backward, without parameters",
+    "model": "library, name, batch",
+    "eager, ms": "a step of the model as it is, by the wall clock",
+    "patched x": _STEPS,
+    "compile x": _STEPS,
+    "patched+compile x": _STEPS,
+    "patched x (device)": "the same by the sum of the step's kernels",
+    "full step x": "the same by the wall clock, gradient clipping and fused AdamW included",
+    "peak memory x": "the most memory of the patched model over that of eager, parameters included; below 1 is less",
+    "compile pays after": "steps until the time that compiling took is earned back; - where it is no faster",
+}
+"""What each column of a run's table means."""
+
 
 def envelope(kind: str, device: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """What a result must say about where it comes from."""
     return {
         "kind": kind,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": now(),
         "hardware": hardware(device),
         "versions": versions(),
         "arguments": arguments,
         "ceilings": ceilings(device),
         "results": [],
     }
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def origin() -> dict[str, Any]:
+    """The same in short, for a script's own JSON of what it measured on the GPU."""
+    found = versions()
+    return {"device": device_name("cuda"), "torch": found["torch"], "triton": found["triton"], "date": now()}
 
 
 def hardware(device: str) -> dict[str, Any]:
@@ -55,7 +97,8 @@ def versions() -> dict[str, str | None]:
     }
     for name in ("triton", "timm", "transformers", "liger_kernel"):
         try:
-            found[name] = str(__import__(name).__version__)
+            module = __import__(name)
+            found[name] = str(getattr(module, "__version__", None) or metadata.version(name))
         except Exception:
             found[name] = None
     return found
@@ -94,14 +137,30 @@ def _rounded(value: Any) -> Any:
 def markdown(run: dict[str, Any]) -> str:
     """The table of a run, with where it was measured above it."""
     if "kind" not in run:
-        return f"{run.get('device')}, torch {run.get('torch')}\n\n{table(flat_rows(run))}\n"
-    models = run["kind"] == "models"
-    rows = model_rows(run) if models else case_rows(run)
+        told = {"device": "", "torch": "torch ", "triton": "Triton ", "date": ""}
+        at = ", ".join(f"{word}{run[name]}" for name, word in told.items() if run.get(name))
+        return f"{at}\n\n{table(table_rows(run))}\n"
     versions = run["versions"]
     at = f"{run['hardware']['name']}, torch {versions['torch']}, Triton {versions['triton']}, {run['date']}"
-    lines = [*older(run), *(model_notes(run) if models else ())]
+    lines = [*older(run), *(model_notes(run) if run["kind"] == "models" else ())]
     notes = "".join(f"\n- {line}" for line in lines)
-    return f"{at}\n\n{table(rows)}\n{notes}\n".rstrip() + "\n"
+    return f"{at}\n\n{table(table_rows(run))}\n{notes}\n".rstrip() + "\n"
+
+
+def table_rows(run: dict[str, Any]) -> list[list[str]]:
+    """The table of a run; the first row is the head."""
+    if "kind" not in run:
+        return flat_rows(run)
+    return model_rows(run) if run["kind"] == "models" else case_rows(run)
+
+
+def legend(run: dict[str, Any], known: Collection[str] = ()) -> str:
+    """What the columns of a run's table mean, as a list, those `known` already left out."""
+    names: dict[str, list[str]] = {}
+    for column in table_rows(run)[0] if "kind" in run else ():
+        if column not in known:
+            names.setdefault(COLUMNS[column], []).append(f"`{column}`")
+    return "\n".join(f"- {', '.join(columns)}: {text}" for text, columns in names.items())
 
 
 def older(run: dict[str, Any]) -> list[str]:
@@ -133,7 +192,8 @@ def case_rows(run: dict[str, Any]) -> list[list[str]]:
     for r in results:
         fused = r["peers"].get("fused", {})
         time = fused.get(what)
-        row = [r["case"], _number(time and time["median"])]
+        said = ", forward" if r["direction"] == "forward" else ""
+        row = [r["case"] + said, _number(time and time["median"])]
         row += [_ratio(ratio(r, p, what=what)) for p in peers]
         row += [_ratio(ratio(r, "eager", what="wall_ms")), _pair(r, "host_us", 1)]
         if limit:
@@ -165,6 +225,8 @@ def _flat(row: dict[str, Any], stem: str = "") -> dict[str, Any]:
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return _number(value)
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value)) or "-"
     return "-" if value is None else str(value)
 
 
