@@ -125,7 +125,8 @@ def parser() -> argparse.ArgumentParser:
     def command(name: str, run: Any, about: str, model: bool = True) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=about, description=about)
         if model:
-            made.add_argument("model", metavar="MODEL", help="module:callable, such as torchvision.models:resnet50")
+            example = "torchvision.models:resnet50 or \"timm:create_model('vit_tiny_patch16_224')\""
+            made.add_argument("model", metavar="MODEL", help=f"module:callable, such as {example}")
         made.add_argument("--json", action="store_true", help="print JSON")
         made.set_defaults(run=run)
         return made
@@ -133,11 +134,17 @@ def parser() -> argparse.ArgumentParser:
     explain = command("explain", run_explain, "Show what patching would fuse in a model, what not, and why.")
     explain.add_argument("--input", action="append", default=[], metavar="SIZES", help="not needed; nothing is run")
     verify = command("verify", run_verify, "Run a model fused and original on random inputs, and compare.")
-    verify.add_argument("--input", action="append", default=[], metavar="SIZES", help="2x3x224x224, 4x16:int64; repeat")
-    verify.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    verify.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="SIZES",
+        help="one tensor, such as 2x3x224x224 or 4x16:int64; repeat",
+    )
+    verify.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     verify.add_argument("--eval", action="store_true", help="compare in eval mode instead of training mode")
     verify.add_argument("--forward-only", action="store_true", help="compare no gradients")
-    verify.add_argument("--seed", type=int, default=0)
+    verify.add_argument("--seed", type=int, default=0, help="of weights, inputs and dropout (default: %(default)s)")
     command("doctor", run_doctor, "Check what runs here: devices, Triton, compiler, routes, settings.", model=False)
     commands.add_parser("bench", help="Measure ops, layers and models against their peers.", add_help=False)
     return top

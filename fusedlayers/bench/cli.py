@@ -111,15 +111,16 @@ def _public(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fusedlayers bench", description="Measure ops, layers and models against their peers."
-    )
+    about = "Measure ops, layers and models against their peers; on a CPU at tiny sizes, to see that it runs."
+    parser = argparse.ArgumentParser(prog="python -m fusedlayers bench", description=about)
     parser.add_argument("kind", choices=("ops", "layers", "models"))
     parser.add_argument("--peers", default="eager,compile,liger", help="comma-separated: eager, compile, liger")
     default = "benchmarks/results/<device>/, as ops.json, grid.json, grid-triton.json, ..."
     parser.add_argument("--json", metavar="PATH", help=f"where the results go (default: {default})")
     parser.add_argument("--plot", action="store_true", help="also draw PNGs beside the JSON")
-    parser.add_argument("--only", default="*", metavar="GLOB", help="only the cases whose name matches")
+    parser.add_argument(
+        "--only", default="*", metavar="GLOB", help="only cases that match; of models also first-step, lengths"
+    )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no case after this time")
     parser.add_argument("--grid", action="store_true", help="ops: many sizes against eager and a second copy of it")
     parser.add_argument("--route", choices=ROUTES, default="auto", help="the route the library is held to")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -35,7 +36,8 @@ def measure(device: str, peers: Sequence[str], budget: Budget) -> dict[str, Any]
                 continue
             env = {**os.environ, "TRITON_CACHE_DIR": f"{caches}/triton", "FUSEDLAYERS_CACHE": f"{caches}/fusedlayers"}
             command = [sys.executable, "-m", "fusedlayers.bench.first_step", what]
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=max(budget.left, 30))
+            limit = None if budget.left == math.inf else max(budget.left, 30)
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit)
             if done.returncode:
                 return {"error": done.stderr[-1500:], **found}
             found[name] = json.loads(done.stdout.splitlines()[-1])

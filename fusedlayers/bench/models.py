@@ -7,7 +7,7 @@ import fnmatch
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from .workloads import Workload, training_step, variant, workloads
 
 NEEDS_S = {"eager": 30.0, "compile": 100.0}
 """Seconds that must be left on a GPU to start measuring one model: build, warm-up (twice if compiled), timing."""
+
+BESIDE = ("first-step", "lengths")
+"""What is measured beside the steps of the models, when `--only` names it."""
 
 
 def main(args: argparse.Namespace, peers: Sequence[str], device: str, budget: Budget) -> int:
@@ -42,7 +45,7 @@ def main(args: argparse.Namespace, peers: Sequence[str], device: str, budget: Bu
         print(one_line(result), flush=True)
 
     chosen = [w for w in workloads() if fnmatch.fnmatch(w.name, args.only)]
-    if not chosen and args.only not in ("first-step", "lengths"):
+    if not chosen and args.only not in BESIDE:
         raise SystemExit(f"bench: no case matches {args.only!r}")
     passes = {}
     if "eager" in peers:
@@ -64,18 +67,28 @@ def main(args: argparse.Namespace, peers: Sequence[str], device: str, budget: Bu
                 result = {**before, "compile_error": result["error"]}
             emit(result)
             clear(device)
-    if args.only == "first-step":
-        emit({"case": args.only, **first_step.measure(device, peers, budget)})
-    if args.only == "lengths":
-        known = by_name.get(args.only, {}).get("lengths", {})
-        for found in lengths.measure(device, peers, budget, known):
-            emit({"case": args.only, **found})
+    if args.only in BESIDE:
+        before = by_name.get(args.only, {"case": args.only})
+        try:
+            for found in beside(args.only, before, device, peers, budget):
+                emit({"case": args.only, **found})
+        except Exception as error:
+            emit({**before, "error": f"{type(error).__name__}: {error}"[:1500]})
     if args.plot:
         from . import plots
 
         print(*plots.draw(run, args.json), sep="\n")
     print(f"written: {args.json}")
     return 1 if any("error" in r for r in run["results"]) else 0
+
+
+def beside(
+    name: str, before: dict[str, Any], device: str, peers: Sequence[str], budget: Budget
+) -> Iterator[dict[str, Any]]:
+    if name == "first-step":
+        yield first_step.measure(device, peers, budget)
+    else:
+        yield from lengths.measure(device, peers, budget, before.get("lengths", {}))
 
 
 def attempt(workload: Workload, variants: Sequence[str], device: str) -> dict[str, Any]:
@@ -186,7 +199,7 @@ def one_line(result: dict[str, Any]) -> str:
     if "variants" not in result:
         return f"{result['case']}: " + str(result.get("error") or result.get("skipped") or result)[:400]
     shown = [
-        f"{name} {v['step_ms']['median']:.2f} ms (device {v.get('device_ms') or float('nan'):.2f})"
+        f"{name} {v['step_ms']['median']:.2f} ms" + (f" (device {v['device_ms']:.2f})" if v.get("device_ms") else "")
         for name, v in result["variants"].items()
     ]
     return f"{result['case']}: " + " | ".join(shown)

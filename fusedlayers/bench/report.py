@@ -303,8 +303,9 @@ def brief(run: dict[str, Any]) -> list[str]:
             if r.get("variants", {}).get("patched", {}).get("fallbacks")
         ]
         return [" ".join(row) for row in model_rows(run)] + model_notes(run) + fallen
-    lines = [f"ceilings: {', '.join(f'{k} {v:.3g}' for k, v in run.get('ceilings', {}).items())}"]
-    limit = run.get("ceilings", {}).get("copy_bytes_per_s")
+    ceilings = run.get("ceilings", {})
+    lines = [f"ceilings: {', '.join(f'{k} {v:.3g}' for k, v in ceilings.items())}"] if ceilings else []
+    limit = ceilings.get("copy_bytes_per_s")
     what = "device_ms" if limit else "wall_ms"
     for r in run["results"]:
         fused = r.get("peers", {}).get("fused", {}).get(what)
@@ -329,6 +330,8 @@ def grid_summary(results: list[dict[str, Any]]) -> list[str]:
         found = sorted(
             (r, x["case"]) for x in results if not math.isnan(r := ratio(x, "eager", what=what, pick="best"))
         )
+        if not found:  # no device times on a CPU
+            continue
         control = [ratio(x, "eager", "eager again", what, "best") for x in results]
         control = [r for r in control if not math.isnan(r)] or [math.nan]
         resolved = f"eager against itself {min(control):.2f} to {max(control):.2f}"
