@@ -1,4 +1,4 @@
-"""What really runs: kernels started, bytes moved, the machine code of a kernel, a launch parameter against time."""
+"""What really runs: kernels started, bytes moved, the PTX of a kernel, a launch parameter against time."""
 
 from __future__ import annotations
 

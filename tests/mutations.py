@@ -139,19 +139,21 @@ def caught(fault: Fault, copy: Path, interpret: str) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-k", default="", metavar="WORD")
-    parser.add_argument("--device", action="store_true")
+    parser.add_argument("-k", default="", metavar="WORD", help="only faults of which the kind holds this word")
+    parser.add_argument("--device", action="store_true", help="the faults that only tests on a GPU can notice")
     options = parser.parse_args()
+    faults = [f for f in (DEVICE_FAULTS if options.device else FAULTS) if options.k in f.kind]
+    if not faults:
+        parser.error(f"no fault has {options.k!r} in its kind")
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "repo"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "results"))
-        for fault in DEVICE_FAULTS if options.device else FAULTS:
-            if options.k in fault.kind:
-                problem = caught(fault, copy, "0" if options.device else "1")
-                missed += problem is not None
-                said = f"caught  {fault.kind}" if problem is None else f"MISSED  {fault.kind}: {problem}"
-                print(f"{said}: {fault.test}", flush=True)
+        for fault in faults:
+            problem = caught(fault, copy, "0" if options.device else "1")
+            missed += problem is not None
+            said = f"caught  {fault.kind}" if problem is None else f"MISSED  {fault.kind}: {problem}"
+            print(f"{said}: {fault.test}", flush=True)
     return 1 if missed else 0
 
 
