@@ -21,7 +21,7 @@ from .timing import ceilings
 RESULTS = Path("benchmarks") / "results"
 
 _FUSED = "milliseconds of this library, forward and backward together unless the case says forward"
-_TIMES = "how many times as fast as these, by the same clock"
+_TIMES = "how many times as fast as these, by the same clock; - where one has no such op"
 _STEPS = "how many times as fast as eager by the wall clock"
 COLUMNS = {
     "case": "op, what of it, sizes, dtype",
