@@ -38,7 +38,7 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation, 
         return None
     z = x.new_empty(M, N)
     b_dtype = None if bias is None else bias.dtype
-    run = _forward(M, N, K, x.stride(0), weight.stride(), x.dtype, b_dtype, act, x.device)
+    run = _launch(False, M, N, K, x.stride(0), weight.stride(), x.dtype, b_dtype, act, x.device)
     return z if _launched(run, x.device, x, weight, bias, z, y) else None
 
 
@@ -55,7 +55,7 @@ def act_backward(
     if db_dtype is not None:
         partial = g.new_empty(1, cdiv(M, load("overlapped").BM), N, dtype=torch.float32)
         db = g.new_empty(N, dtype=db_dtype)
-    run = _backward(M, N, K, g.stride(0), weight.stride(), g.dtype, db_dtype, act, g.device)
+    run = _chain(M, N, K, g.stride(0), weight.stride()[::-1], g.dtype, db_dtype, act, g.device)
     return (dz, db, h) if _launched(run, g.device, g, weight, z, dz, h, partial, db, None) else None
 
 
@@ -104,41 +104,32 @@ def _launched(run: Any, device: torch.device, *pointers: Tensor | None) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward(
-    M: int, N: int, K: int, x_m: int, w_stride: tuple[int, int], dtype: torch.dtype, b_dtype: torch.dtype | None,
-    act: Activation, device: torch.device,
-) -> Any:  # fmt: skip
-    kernel = load("overlapped")
-    return _launch(kernel.forward, kernel.config(act.name, False), M, N, K, x_m, w_stride, False, dtype, act, device)
-
-
-@functools.lru_cache(maxsize=4096)
-def _backward(
+def _chain(
     M: int, N: int, K: int, g_m: int, w_stride: tuple[int, int], dtype: torch.dtype, db_dtype: torch.dtype | None,
     act: Activation, device: torch.device,
 ) -> Any:  # fmt: skip
-    """The launches on g, weight, z, dz, h, partial, db and None."""
-    kernel = load("overlapped")
-    launch = _launch(
-        kernel.backward, kernel.config(act.name, True), M, N, K, g_m, w_stride[::-1], True, dtype, act, device
-    )
+    """Backward's launches on g, weight, z, dz, h, partial, db and None."""
+    launch = _launch(True, M, N, K, g_m, w_stride, dtype, db_dtype, act, device)
     steps = [(launch, (0, 1, 2, 3, 4, 5), False)]
     if db_dtype is not None:
-        finish = load("reduce").finisher(cdiv(M, kernel.BM), N, torch.float32, db_dtype, None)
+        finish = load("reduce").finisher(cdiv(M, load("overlapped").BM), N, torch.float32, db_dtype, None)
         steps.append((finish, (5, 6, 7), False))
     return load("launch").Chain(*steps)
 
 
+@functools.lru_cache(maxsize=4096)
 def _launch(
-    kernel: Any, config: Any, M: int, N: int, K: int, a_m: int, b_stride: tuple[int, int], gradient: bool,
-    dtype: torch.dtype, act: Activation, device: torch.device,
+    backward: bool, M: int, N: int, K: int, a_m: int, b_stride: tuple[int, int], dtype: torch.dtype,
+    optional: torch.dtype | None, act: Activation, device: torch.device,
 ) -> Any:  # fmt: skip
-    """`b_stride`: of the second operand as (N, K)."""
-    device_act, family = load("activations"), load("overlapped")
+    """`b_stride`: of the second operand as (N, K); `optional`: dtype of what may be absent, as a launch is for one."""
+    family, device_act = load("overlapped"), load("activations")
+    config = family.config(act.name, backward)
     by_rows = b_stride[1] == 1
-    forms = (device_act.value(act, dtype), *((device_act.gradient(act, dtype),) if gradient else ()))
+    forms = (device_act.value(act, dtype), *((device_act.gradient(act, dtype),) if backward else ()))
     tile = family.BM, family.BN, family.BK, config.stages, family.GROUP, config.warps, config.registers
     rest = (M, N, K, a_m, b_stride[0 if by_rows else 1], *forms, *device_act.constants(act), by_rows, *tile)
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     grid = (min(blocks, cdiv(M, family.BM) * cdiv(N, family.BN)),)
+    kernel = family.backward if backward else family.forward
     return load("launch").Launch(kernel, grid, rest, config.warps, maxnreg=config.average)

@@ -1,10 +1,9 @@
 """`batch_norm_act`'s tests again, on a device."""
 
-from tests.ops.test_batch_norm_act import *  # noqa: F403
-
 import torch
 
 import fusedlayers as fl
+from tests.ops.test_batch_norm_act import *  # noqa: F403
 
 
 def test_a_graph_counts_each_replay():
