@@ -2,8 +2,9 @@
 
 `x` is `(M, C, S)` in memory: NCHW with S = H*W ("row": a block works on one channel), or channels_last and (N, C) with
 S = 1 ("col": on GC adjacent channels). A tensor is cut into K chunks, rows times columns, of a channel group each.
-Where C fits no tile, FOLD rows are walked as one of FOLD * C "channels", so that tiles are full and loads are wide: all
-of M, C and K are then of that shape, and each of the K chunks gives FOLD partial sums a channel.
+Where C fits no tile, FOLD rows are walked as one of FOLD * C "channels", so that tiles are full and loads are wide; and
+where an NCHW map is small, its S positions as FOLD "channels" next to each other (ADJACENT). All of M, C and K are then
+of that shape, and each of the K chunks gives FOLD partial sums a channel.
 
 Training: `forward_sums` reads x and writes one mean and one M2 a chunk, the tiny `forward_combine` combines them in a
 fixed order, `forward_apply` reads x (and residual) and writes y. Backward likewise: `backward_sums` reads grad and x
@@ -80,11 +81,23 @@ def _full_tile(q, first, C, BM: tl.constexpr):
 
 
 @triton.jit
-def _channel(c, C, FOLD: tl.constexpr):
+def _channel(c, C, FOLD: tl.constexpr, ADJACENT: tl.constexpr):
     """The channels of columns c, and how many there are."""
     if FOLD == 1:
         return c, C
-    return c % (C // FOLD), C // FOLD
+    elif ADJACENT:
+        return c // FOLD, C // FOLD
+    else:
+        return c % (C // FOLD), C // FOLD
+
+
+@triton.jit
+def _partial(r, c, C, FOLD, ADJACENT: tl.constexpr):
+    """Where the partial sums r of channels c lie: FOLD of each chunk."""
+    if ADJACENT:
+        return (r // FOLD).to(tl.int64)[:, None] * C + (c * FOLD)[None, :] + (r % FOLD)[:, None]
+    else:
+        return r.to(tl.int64)[:, None] * (C // FOLD) + c[None, :]
 
 
 @triton.jit
@@ -104,14 +117,14 @@ def _visits(extent, B: tl.constexpr, CT: tl.constexpr):
 
 
 @triton.jit
-def _origin(x_ptr, c, C, S, CT: tl.constexpr):
+def _origin(x_ptr, c, C, S, FOLD, ADJACENT: tl.constexpr, CT: tl.constexpr):
     """The first value of each channel, from which all means are measured."""
-    return tl.load(x_ptr + c.to(tl.int64) * S, mask=c < C, other=0.0).to(CT)
+    return tl.load(x_ptr + c.to(tl.int64) * (FOLD if ADJACENT else S), mask=c < C, other=0.0).to(CT)
 
 
 @triton.jit
 def _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT: tl.constexpr, ROW: tl.constexpr,
-                   FOLD: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr,
+                   FOLD: tl.constexpr, ADJACENT: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr,
                    FULL: tl.constexpr):  # fmt: skip
     """Mean, less the channel's origin, and M2 of every channel of one chunk."""
     count, across = _tiles(m_lo, m_hi, s_lo, s_hi, BM, BJ, ROW)
@@ -137,8 +150,8 @@ def _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT: tl.constexpr,
         c = group + tl.arange(0, 1)
     else:
         c = group * BJ + tl.arange(0, BJ)
-    channel, channels = _channel(c, C, FOLD)
-    first = _origin(x_ptr, channel, channels, S, CT)[None, :]
+    channel, channels = _channel(c, C, FOLD, ADJACENT)
+    first = _origin(x_ptr, channel, channels, S, FOLD, ADJACENT, CT)[None, :]
     total = ((m_hi - m_lo) * (s_hi - s_lo)).to(CT)
     share = s1 / tl.maximum(n, 1.0)
     lane = tl.where(n > 0, origin - first + share, 0.0)  # mean of a lane, from the channel's first value
@@ -150,12 +163,14 @@ def _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT: tl.constexpr,
 
 
 @triton.jit
-def _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, KP: tl.constexpr, CT: tl.constexpr, FOLD):  # fmt: skip
+def _statistics(
+    partial_ptr, K, M, S, C, rows_per, cols_per, c, FOLD, ADJACENT: tl.constexpr, KP: tl.constexpr, CT: tl.constexpr
+):
     """Mean, less the origin, and M2 of channels c from all K chunks."""
     k = tl.arange(0, KP)
     m_lo, m_hi, s_lo, s_hi = _chunk(k // FOLD, M, S, rows_per, cols_per)
     n = tl.where(k < K * FOLD, (m_hi - m_lo) * (s_hi - s_lo), 0).to(CT)[:, None]
-    at = k.to(tl.int64)[:, None] * (C // FOLD) + c[None, :]
+    at = _partial(k, c, C, FOLD, ADJACENT)
     mask = (k < K * FOLD)[:, None] & (c < C // FOLD)[None, :]
     means = tl.load(partial_ptr + at, mask=mask, other=0.0)
     m2 = tl.load(partial_ptr + tl.cast(K, tl.int64) * C + at, mask=mask, other=0.0)
@@ -218,7 +233,7 @@ def _parameter(ptr, c, C, HAS: tl.constexpr, default: tl.constexpr, CT: tl.const
 def forward_sums(
     x_ptr, partial_ptr, M, C, S_units, rows_per, cols_per, K,
     CT: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr, FOLD: tl.constexpr,
-    BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr, FULL: tl.constexpr,
+    ADJACENT: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Blocks (K * cdiv(C, GC)). `partial_ptr` (2, K, C): mean and M2 of each chunk. Reads x once."""
     S = S_units * ALIGN
@@ -226,7 +241,7 @@ def forward_sums(
     k = tl.program_id(0) // groups
     group = (tl.program_id(0) % groups).to(tl.int64)
     m_lo, m_hi, s_lo, s_hi = _chunk(k, M, S, rows_per, cols_per)
-    mean, m2 = _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT, ROW, FOLD, BM, BJ, U, FULL)
+    mean, m2 = _chunk_moments(x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT, ROW, FOLD, ADJACENT, BM, BJ, U, FULL)
     c = group * GC + tl.arange(0, GC)
     tl.store(partial_ptr + tl.cast(k, tl.int64) * C + c, mean, mask=c < C)
     tl.store(partial_ptr + (tl.cast(K, tl.int64) + k) * C + c, m2, mask=c < C)
@@ -236,17 +251,17 @@ def forward_sums(
 def forward_combine(
     x_ptr, partial_ptr, bias_ptr, running_mean_ptr, running_var_ptr, count_ptr, stats_ptr, momentum_hi, momentum_lo,
     M, C, S, rows_per, cols_per, K, FOLD,
-    CT: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACK: tl.constexpr, KP: tl.constexpr,
-    BC: tl.constexpr,
+    CT: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACK: tl.constexpr, ADJACENT: tl.constexpr,
+    KP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Blocks (cdiv(C / FOLD, BC)): the chunks' moments to `stats_ptr`, and into the running statistics.
 
     `count_ptr` (), int64 or `None`: batches that these have seen, one more now.
     """
     c = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
-    mean, m2 = _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, KP, CT, FOLD)
+    mean, m2 = _statistics(partial_ptr, K, M, S, C, rows_per, cols_per, c, FOLD, ADJACENT, KP, CT)
     C = C // FOLD
-    mean += _origin(x_ptr, c, C, S, CT)
+    mean += _origin(x_ptr, c, C, S, FOLD, ADJACENT, CT)
     inv, unbiased = _settle(mean, m2, M, S, EPS, FOLD)
     _save(stats_ptr, c, C, mean, inv, _parameter(bias_ptr, c, C, HAS_BIAS, 0.0, CT))
     if TRACK:
@@ -261,7 +276,8 @@ def forward_apply(
     CT: tl.constexpr, ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, EPS: tl.constexpr, SOURCE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, TRACK: tl.constexpr,
     WRITE_Z: tl.constexpr, WRITE_STATS: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr,
-    FOLD: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
+    FOLD: tl.constexpr, ADJACENT: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr,
+    STAGES: tl.constexpr,
     SUM_BM: tl.constexpr, SUM_BJ: tl.constexpr, U: tl.constexpr, SUM_FULL: tl.constexpr,
 ):  # fmt: skip
     """Blocks (K * cdiv(C, GC) times those that share a chunk), each `span` tiles of a chunk, the last ones first.
@@ -275,7 +291,7 @@ def forward_apply(
     part = tl.program_id(0) // groups // K
     c = group * GC + tl.arange(0, GC)
     in_c = c < C
-    channel, channels = _channel(c, C, FOLD)
+    channel, channels = _channel(c, C, FOLD, ADJACENT)
     m_lo, m_hi, s_lo, s_hi = _chunk(k, M, S, rows_per, cols_per)
     bias = _parameter(bias_ptr, channel, channels, HAS_BIAS, 0.0, CT)
     if SOURCE == 0:
@@ -286,16 +302,17 @@ def forward_apply(
         inv = _rsqrt(tl.load(running_var_ptr + channel, mask=in_c, other=0.0).to(CT) + EPS)
     else:
         mean, m2 = _chunk_moments(
-            x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT, ROW, FOLD, SUM_BM, SUM_BJ, U, SUM_FULL
+            x_ptr, m_lo, m_hi, s_lo, s_hi, group, C, S, CT, ROW, FOLD, ADJACENT, SUM_BM, SUM_BJ, U, SUM_FULL
         )  # fmt: skip
-        mean += _origin(x_ptr, channel, channels, S, CT)
+        mean += _origin(x_ptr, channel, channels, S, FOLD, ADJACENT, CT)
         inv, unbiased = _settle(mean, m2, M, S, EPS, FOLD)
         if TRACK:
             _track(running_mean_ptr, running_var_ptr, c, in_c, mean, unbiased, momentum_hi, momentum_lo)
             _count(count_ptr, group)
     if WRITE_STATS:
-        if k + part == 0:
-            _save(stats_ptr, c, channels, mean, inv, bias)
+        if k + part == 0:  # of a channel's FOLD columns, the first
+            first = tl.where(c % FOLD == 0, channel, channels) if ADJACENT else c
+            _save(stats_ptr, first, channels, mean, inv, bias)
     mean = mean[None, :]
     scale = (inv * _parameter(weight_ptr, channel, channels, HAS_WEIGHT, 1.0, CT))[None, :]
     bias = bias[None, :]
@@ -357,10 +374,11 @@ def _chunk_gradients(
 
 
 @triton.jit
-def _coefficients(stats_ptr, weight_ptr, c, C, HAS_WEIGHT: tl.constexpr, CT: tl.constexpr, FOLD: tl.constexpr):
+def _coefficients(stats_ptr, weight_ptr, c, C, HAS_WEIGHT: tl.constexpr, CT: tl.constexpr, FOLD: tl.constexpr,
+                  ADJACENT: tl.constexpr):  # fmt: skip
     """mean, inv, bias and inv * weight of columns c."""
     in_c = c < C
-    channel, channels = _channel(c, C, FOLD)
+    channel, channels = _channel(c, C, FOLD, ADJACENT)
     mean = tl.load(stats_ptr + channel, mask=in_c, other=0.0)
     inv = tl.load(stats_ptr + channels + channel, mask=in_c, other=0.0)
     bias = tl.load(stats_ptr + 2 * tl.cast(channels, tl.int64) + channel, mask=in_c, other=0.0)
@@ -373,8 +391,8 @@ def backward_sums(
     M, C, S_units, rows_per, cols_per, K,
     CT: tl.constexpr, ACT: tl.constexpr, GRAD: tl.constexpr, KEEPS_OUTPUT: tl.constexpr, P0: tl.constexpr,
     P1: tl.constexpr, MASK: tl.constexpr, HAS_WEIGHT: tl.constexpr, WRITE_DZ: tl.constexpr, WRITE_DX: tl.constexpr,
-    ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr,
-    U: tl.constexpr, FULL: tl.constexpr,
+    ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr, FOLD: tl.constexpr, ADJACENT: tl.constexpr,
+    BM: tl.constexpr, BJ: tl.constexpr, U: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Blocks (K * cdiv(C, GC)). `partial_ptr` (2, K, C): sums of dz, then of dz * (x - mean).
 
@@ -387,7 +405,7 @@ def backward_sums(
     group = (tl.program_id(0) % groups).to(tl.int64)
     c = group * GC + tl.arange(0, GC)
     in_c = c < C
-    mean, _, bias, scale = _coefficients(stats_ptr, weight_ptr, c, C, HAS_WEIGHT, CT, FOLD)
+    mean, _, bias, scale = _coefficients(stats_ptr, weight_ptr, c, C, HAS_WEIGHT, CT, FOLD, ADJACENT)
     m_lo, m_hi, s_lo, s_hi = _chunk(k, M, S, rows_per, cols_per)
     sum_dz, sum_dz_x = _chunk_gradients(
         g_ptr, x_ptr, kept_ptr, dz_ptr, dx_ptr, mean[None, :], scale[None, :], bias[None, :], m_lo, m_hi, s_lo, s_hi,
@@ -398,10 +416,10 @@ def backward_sums(
 
 
 @triton.jit
-def _total(partial_ptr, K, C, c, KP: tl.constexpr, FOLD):
+def _total(partial_ptr, K, C, c, FOLD, ADJACENT: tl.constexpr, KP: tl.constexpr):
     """Both sums of channels c over all K chunks."""
     k = tl.arange(0, KP)
-    at = k.to(tl.int64)[:, None] * (C // FOLD) + c[None, :]
+    at = _partial(k, c, C, FOLD, ADJACENT)
     mask = (k < K * FOLD)[:, None] & (c < C // FOLD)[None, :]
     first = tl.sum(tl.load(partial_ptr + at, mask=mask, other=0.0), axis=0)
     return first, tl.sum(tl.load(partial_ptr + tl.cast(K, tl.int64) * C + at, mask=mask, other=0.0), axis=0)
@@ -419,11 +437,12 @@ def _parameter_gradients(dweight_ptr, dbias_ptr, c, C, sum_dz, sum_dz_x, inv, DW
 @triton.jit(do_not_specialize_on_alignment=["C", "K", "FOLD"])
 def backward_combine(
     partial_ptr, stats_ptr, sums_ptr, dweight_ptr, dbias_ptr, C, K, FOLD,
-    WRITE_SUMS: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, KP: tl.constexpr, BC: tl.constexpr,
+    WRITE_SUMS: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, ADJACENT: tl.constexpr, KP: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
     """Blocks (cdiv(C / FOLD, BC)): the chunks' sums to `sums_ptr` (2, C / FOLD), and the parameters' gradients."""
     c = tl.program_id(0).to(tl.int64) * BC + tl.arange(0, BC)
-    sum_dz, sum_dz_x = _total(partial_ptr, K, C, c, KP, FOLD)
+    sum_dz, sum_dz_x = _total(partial_ptr, K, C, c, FOLD, ADJACENT, KP)
     C = C // FOLD
     inv = tl.load(stats_ptr + C + c, mask=c < C, other=0.0)
     _parameter_gradients(dweight_ptr, dbias_ptr, c, C, sum_dz, sum_dz_x, inv, DWEIGHT, DBIAS)
@@ -439,7 +458,8 @@ def backward_apply(
     CT: tl.constexpr, ACT: tl.constexpr, GRAD: tl.constexpr, KEEPS_OUTPUT: tl.constexpr, P0: tl.constexpr,
     P1: tl.constexpr, MASK: tl.constexpr, SOURCE: tl.constexpr, HAS_WEIGHT: tl.constexpr, DRES: tl.constexpr,
     DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr,
-    FOLD: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
+    FOLD: tl.constexpr, ADJACENT: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr,
+    STAGES: tl.constexpr,
     SUM_BM: tl.constexpr, SUM_BJ: tl.constexpr, U: tl.constexpr, SUM_FULL: tl.constexpr,
 ):  # fmt: skip
     """Blocks as in `forward_apply`. `sums_ptr` (2, C / FOLD): of dz and of dz * (x - mean), with SAVED; with OWN a
@@ -454,8 +474,8 @@ def backward_apply(
     part = tl.program_id(0) // groups // K
     c = group * GC + tl.arange(0, GC)
     in_c = c < C
-    channel, channels = _channel(c, C, FOLD)
-    mean, inv, bias, scale = _coefficients(stats_ptr, weight_ptr, c, C, HAS_WEIGHT, CT, FOLD)
+    channel, channels = _channel(c, C, FOLD, ADJACENT)
+    mean, inv, bias, scale = _coefficients(stats_ptr, weight_ptr, c, C, HAS_WEIGHT, CT, FOLD, ADJACENT)
     bias = bias[None, :]
     m_lo, m_hi, s_lo, s_hi = _chunk(k, M, S, rows_per, cols_per)
     if SOURCE == 0:

@@ -17,6 +17,7 @@ class Tiling:
 
     Attributes:
         fold: rows walked as one, where the channels fit no tile: M is that many times smaller, C larger.
+        adjacent: instead the positions of a small map are walked as channels: S is 1, C that many times larger.
         align: the largest power of two up to 16 that divides S.
         channels: adjacent channels of a block (1 where `row`), `groups` of them.
         chunk: rows and columns of a chunk; `chunks` of them a channel group. One: a block owns its channels.
@@ -27,6 +28,7 @@ class Tiling:
 
     row: bool
     fold: int
+    adjacent: bool
     M: int
     C: int
     S: int
@@ -47,7 +49,7 @@ class Tiling:
 
     @property
     def source(self) -> int:
-        return OWN if self.chunks == 1 else SAVED
+        return OWN if self.partials == 1 else SAVED
 
     @property
     def sum_full(self) -> bool:
@@ -77,8 +79,8 @@ class Tiling:
         return self.chunks * self.fold
 
     @property
-    def layout(self) -> tuple[int, bool, int, int]:
-        return self.align, self.row, self.channels, self.fold
+    def layout(self) -> tuple[int, bool, int, int, bool]:
+        return self.align, self.row, self.channels, self.fold, self.adjacent
 
     @property
     def sum_grid(self) -> tuple[int]:
@@ -100,6 +102,8 @@ class Knobs:
     channels: int = 64  # 128 bytes of bfloat16: a full cache line a row
     wide_channels: int = 128  # of half precision, where a multiprocessor has many rows: they lie closer in memory
     wide_from: int = 5 << 18  # bytes a multiprocessor; with fewer rows a block's start and end cost more than that
+    adjacent_up_to: int = 256  # positions of a map whose rows are too short to be walked one by one
+    adjacent_from: int = 1 << 20  # elements; fewer are walked in one launch
     sum_elements: int = 2048
     sum_unroll: int = 4
     sum_warps: int = 4
@@ -123,12 +127,15 @@ BACKWARD = Knobs(sum_unroll=2, own_bytes=8192, wide_from=5 << 17, saved_span=3)
 def tiling(row: bool, M: int, C: int, S: int, itemsize: int, processors: int, backward: bool) -> Tiling:
     """The tiles of a forward or backward pass."""
     knobs = BACKWARD if backward else FORWARD
-    long = itemsize == 2 and M * C * itemsize >= knobs.wide_from * processors
+    elements = M * C * S
+    long = itemsize == 2 and elements * itemsize >= knobs.wide_from * processors
     channels = knobs.wide_channels if long else knobs.channels
+    if row and knobs.adjacent_up_to >= S and elements >= knobs.adjacent_from:
+        return _tiling(knobs, channels, S, True, False, M, C * S, 1, itemsize, processors)
     fold = 1 if row else _fold(M, C, channels)
-    found = _tiling(knobs, channels, fold, row, M // fold, C * fold, S, itemsize, processors)
+    found = _tiling(knobs, channels, fold, False, row, M // fold, C * fold, S, itemsize, processors)
     if fold > 1 and found.chunks == 1:  # a block of its own needs all of a channel in one column
-        return _tiling(knobs, channels, 1, row, M, C, S, itemsize, processors)
+        return _tiling(knobs, channels, 1, False, row, M, C, S, itemsize, processors)
     return found
 
 
@@ -141,8 +148,9 @@ def _fold(M: int, C: int, channels: int) -> int:
 
 
 def _tiling(
-    knobs: Knobs, channels: int, fold: int, row: bool, M: int, C: int, S: int, itemsize: int, processors: int
-) -> Tiling:
+    knobs: Knobs, channels: int, fold: int, adjacent: bool, row: bool, M: int, C: int, S: int, itemsize: int,
+    processors: int,
+) -> Tiling:  # fmt: skip
     channels = 1 if row else min(next_power_of_2(C), channels)
     groups = cdiv(C, channels)
     wide = min(next_power_of_2(S), 1024) if row else channels
@@ -166,7 +174,7 @@ def _tiling(
     across = cdiv(S, cols)
     chunks = down * across
 
-    own = chunks == 1
+    own = chunks == 1 and fold == 1
     size, warps, stages = (
         (knobs.own_bytes, knobs.own_warps, knobs.own_stages)
         if own
@@ -179,7 +187,7 @@ def _tiling(
     while chunks * fold > KP:
         KP *= 4
     return Tiling(
-        row, fold, M, C, S, align, channels, groups, (rows, cols), chunks,
+        row, fold, adjacent, M, C, S, align, channels, groups, (rows, cols), chunks,
         (tall, wide, knobs.sum_unroll), knobs.sum_warps,
         apply_tile, warps, stages, span, cdiv(tiles, span),
         (KP, max(1, min(next_power_of_2(C // fold), 8192 // KP, knobs.combine_channels))), knobs.combine_warps,

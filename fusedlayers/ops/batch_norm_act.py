@@ -195,7 +195,20 @@ class _Call:
         if source == _SAVED:
             rest = (*t.loops, ct, *layout, *t.sum_tile, t.sum_full)
             sums = Launch(kernel.forward_sums, t.sum_grid, rest, t.sum_warps)
-            rest = (t.M, t.C, t.S, *t.chunk, t.chunks, t.fold, ct, self.eps, bias, self.track, *t.combine_tile)
+            rest = (
+                t.M,
+                t.C,
+                t.S,
+                *t.chunk,
+                t.chunks,
+                t.fold,
+                ct,
+                self.eps,
+                bias,
+                self.track,
+                t.adjacent,
+                *t.combine_tile,
+            )
             combine = Launch(kernel.forward_combine, t.combine_grid, rest, t.combine_warps)
         flags = (self.weight_dtype is not None, bias, self.residual_dtype is not None)
         flags += (self.track and combine is None, keep and self.keeps_z, keep and combine is None)
@@ -286,7 +299,7 @@ class _Call:
             rest += (*layout, *t.sum_tile, t.sum_full)
             sums = Launch(kernel.backward_sums, t.sum_grid, rest, t.sum_warps)
             if two_passes or need_dweight or need_dbias:
-                rest = (t.C, t.chunks, t.fold, two_passes, need_dweight, need_dbias, *t.combine_tile)
+                rest = (t.C, t.chunks, t.fold, two_passes, need_dweight, need_dbias, t.adjacent, *t.combine_tile)
                 combine = Launch(kernel.backward_combine, t.combine_grid, rest, t.combine_warps)
         if two_passes:
             if sums is not None:

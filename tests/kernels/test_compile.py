@@ -207,6 +207,7 @@ def batch_norm() -> Iterator[Entry]:
         (False, 64, 1024, 1),
         (True, 256, 64, 3136),
         (True, 64, 512, 49),
+        (True, 4, 512, 49),
     ]:
         loops = ("i32", "i32", "i32" if row else 1, "i32", "i32" if row else 1, "i32")
         for residual in (False, True):
@@ -262,9 +263,9 @@ def batch_norm() -> Iterator[Entry]:
     for counts in ("*i64", None):
         pointers = "*bf16", *["*fp32"] * 4, counts, "*fp32"
         signature = (*pointers, "fp32", "fp32", "i32", "i32", 1, "i32", 1, "i32", "i32")
-        yield Entry(f"bn_combine-{counts}", fn, signature, constants(fn, (ct, 1e-5, True, True, 256, 16)))
+        yield Entry(f"bn_combine-{counts}", fn, signature, constants(fn, (ct, 1e-5, True, True, False, 256, 16)))
     fn = module.backward_combine
-    values = (True, True, True, 256, 16)
+    values = (True, True, True, False, 256, 16)
     yield Entry("bn_backward_combine", fn, (*["*fp32"] * 5, "i32", "i32", "i32"), constants(fn, values))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -357,9 +359,31 @@ def cut_by(knobs: _tiling.Knobs) -> Iterator[None]:
         use(*before)
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("shape", [(5, 6, 7, 7), (33, 3, 5), (140, 64, 1, 3), (4, 5, 2, 3, 2)], ids=str)
+def test_small_maps_are_walked_across_channels(shape, training, device):
+    """Positions of contiguous maps as channels next to each other, whose sums are then of one channel again."""
+    given = inputs(shape, torch.float32, device, residual=True)
+    running = [randn(shape[1], device=device, grad=False), randn(shape[1], device=device, grad=False).abs() + 0.5]
+    with cut_by(dataclasses.replace(_tiling.FORWARD, adjacent_from=0)):
+        cut = _tiling.tiling(True, shape[0], shape[1], math.prod(shape[2:]), 4, 132, False)
+        assert cut.adjacent and cut.features == shape[1]
+        for given_now in (given, (*given[:3], None)):
+            compare(
+                lambda *args: fused("relu", training)(*args, *(t.clone() for t in running)),
+                lambda *args: eager("relu", training)(*args, *(t.clone() for t in running)),
+                given_now,
+            )
+        mine, theirs = ([t.clone() for t in running] for _ in range(2))
+        fused("relu", training)(*given, *mine)
+    eager("relu", training)(*given, *theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_a_block_of_its_own_takes_all_of_its_chunk():
     """Or each of those that shared it would sum all of it."""
-    for row, M, C, S in ((True, 256, 1024, 196), (True, 64, 2048, 49), (False, 64, 1024, 1)):
+    for row, M, C, S in ((True, 256, 1024, 400), (True, 4, 2048, 49), (False, 64, 1024, 1)):
         for backward in (False, True):
             cut = _tiling.tiling(row, M, C, S, 2, 132, backward)
             assert cut.source == _tiling.OWN and cut.parts == 1
