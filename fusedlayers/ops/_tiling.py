@@ -102,8 +102,9 @@ class Knobs:
     channels: int = 64  # 128 bytes of bfloat16: a full cache line a row
     wide_channels: int = 128  # of half precision, where a multiprocessor has many rows: they lie closer in memory
     wide_from: int = 5 << 18  # bytes a multiprocessor; with fewer rows a block's start and end cost more than that
-    adjacent_up_to: int = 256  # positions of a map whose rows are too short to be walked one by one
-    adjacent_from: int = 1 << 20  # elements; fewer are walked in one launch
+    adjacent_up_to: int = 64  # positions of a map whose rows are too short to be walked one by one,
+    unaligned_up_to: int = 256  # or if they can only be read by single elements
+    adjacent_from: int = 1 << 21  # elements; fewer are walked in one launch
     sum_elements: int = 2048
     sum_unroll: int = 4
     sum_warps: int = 4
@@ -130,7 +131,8 @@ def tiling(row: bool, M: int, C: int, S: int, itemsize: int, processors: int, ba
     elements = M * C * S
     long = itemsize == 2 and elements * itemsize >= knobs.wide_from * processors
     channels = knobs.wide_channels if long else knobs.channels
-    if row and knobs.adjacent_up_to >= S and elements >= knobs.adjacent_from:
+    short = knobs.unaligned_up_to if S % 4 else knobs.adjacent_up_to
+    if row and short >= S and elements >= knobs.adjacent_from:
         return _tiling(knobs, channels, S, True, False, M, C * S, 1, itemsize, processors)
     fold = 1 if row else _fold(M, C, channels)
     found = _tiling(knobs, channels, fold, False, row, M // fold, C * fold, S, itemsize, processors)

@@ -206,8 +206,8 @@ def batch_norm() -> Iterator[Entry]:
         (False, 12544, 2048, 1),
         (False, 64, 1024, 1),
         (True, 256, 64, 3136),
+        (True, 256, 512, 49),
         (True, 64, 512, 49),
-        (True, 4, 512, 49),
     ]:
         loops = ("i32", "i32", "i32" if row else 1, "i32", "i32" if row else 1, "i32")
         for residual in (False, True):
