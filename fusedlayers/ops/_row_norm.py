@@ -78,13 +78,14 @@ def row_norm(
         tensors = (x, residual, weight, bias)
         route, call = _route.pick(norm.op, tensors, plan=lambda: _prepare(norm, x, residual, weight, bias))
         if route == "triton":
+            grad = needs_grad(*tensors)
+            if residual is not None and (call.apart or (grad and hooked(weight, bias))):
+                s = x + residual
+                return row_norm(norm, s, None, weight, bias), s
             try:
-                if needs_grad(*tensors):
+                if grad:
                     if passes and x.requires_grad and not hooked(weight, bias):
                         return _apply_passing(x, None, weight, bias, call)
-                    if residual is not None and hooked(weight, bias):
-                        s = x + residual
-                        return row_norm(norm, s, None, weight, bias), s
                     y, s = _apply(x, residual, weight, bias, call)
                 else:
                     y, s, _ = call.forward(x, residual, weight, bias, False)
@@ -162,6 +163,8 @@ class _Call:
         self.M = math.prod(self.shape) // self.N
         self.x_step = row_step(self.shape, x_stride, len(norm.shape))
         self.residual_step = None if residual is None else row_step(self.shape, residual[1], len(norm.shape))
+        # the kernel's sum lies in rows; where an operand does not, torch's may lie in another order
+        self.apart = residual is not None and (self.x_step is None or self.residual_step is None)
         self._launches: dict[Any, Any] = {}
 
     def forward(
@@ -175,7 +178,6 @@ class _Call:
             x = x.contiguous()
         if residual is not None:
             s = x.new_empty(*self.shape, dtype=self.s_dtype)
-            residual = residual.contiguous() if self.residual_step is None else residual
         if keep:
             stats = x.new_empty(2 if self.norm.center else 1, self.M, dtype=self.dtype)
         key = keep, weight is None, bias is None

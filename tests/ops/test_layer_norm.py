@@ -116,6 +116,24 @@ def test_every_layout(layout, which, inner, device):
     compare(*both(shape[-inner:]), inputs[: which or 3])
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("orders", ["turned both", "turned x", "turned residual", "expanded x"])
+def test_the_sum_lies_in_memory_as_eagers(orders, p, device):
+    """Code that views it, or draws in memory order, tells: seen to lie in rows whatever its operands did."""
+    x, residual = (torch.randn(7, 4, 6, device=device) for _ in range(2))
+    if orders != "turned residual":
+        x = x[:1].expand_as(x) if orders == "expanded x" else torch.randn(4, 7, 6, device=device).transpose(0, 1)
+    if orders != "turned x":
+        residual = torch.randn(4, 7, 6, device=device).transpose(0, 1)
+    expected = F.dropout(x, p, True) + residual
+    for grad in (False, True):
+        x.requires_grad_(grad)
+        with fl.settings(route="auto"):  # eager's masks are drawn on a GPU alone
+            y, total = dropout_layer_norm(x, residual, p, True, (6,)) if p else layer_norm(x, (6,), residual=residual)
+        assert total.stride() == expected.stride()
+        assert y.stride() == F.layer_norm(expected, (6,)).stride()
+
+
 def test_rows_apart_are_read_in_place(device):
     """One token of each image: rows lie far apart, and nothing is copied; its neighbours stay out."""
     tokens = torch.full((5, 3, 24), float("nan"), device=device)
