@@ -294,6 +294,16 @@ def _prepare(
     )
 
 
+def _suggests_channels_last(shape: Any, stride: Any) -> bool:
+    """Whether torch's group norm takes a tensor for channels last: by all strides, those of dims of size 1 too."""
+    least = 0
+    for d in (1, *range(len(shape) - 1, 1, -1), 0):
+        if stride[d] < max(least, d == 1) or (d == 0 and least == stride[1]):
+            return False
+        least = stride[d] * shape[d]
+    return len(shape) in (4, 5)
+
+
 @functools.lru_cache(maxsize=4096)
 def _cached_call(
     num_groups: Any, eps: Any, act: Activation, shape: Any, stride: Any, dtype: torch.dtype, params: tuple,
@@ -326,7 +336,7 @@ def _cached_call(
     spatial = [d for d in real if d > 1]
     outer = [d for d in (0, 1) if shape[d] != 1]
     row = real == outer + spatial
-    last = len(shape) in (4, 5) and real[-1:] == [1] and real[:-1] == outer[:-1] + spatial
+    last = _suggests_channels_last(shape, stride) and real[-1:] == [1] and real[:-1] == outer[:-1] + spatial
     if (row or last) and spatial == sorted(spatial):  # in torch's formats, which its own results have
         dense = dense_stride(tuple(shape), tuple(stride))
     else:

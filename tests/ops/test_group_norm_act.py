@@ -100,6 +100,15 @@ def test_results_lie_contiguous_where_the_input_has_no_format(order, device):
     torch.testing.assert_close(got, want, check_stride=True)
 
 
+@pytest.mark.parametrize("stride", [(12, 1, 4, 1), (12, 1, 4, 4), (12, 1, 4, 12), (12, 3, 1, 1)], ids=str)
+def test_images_one_pixel_wide_lie_as_eagers(stride, device):
+    """Tokens that were made an image by `unsqueeze`: seen to stay channels last where torch's are contiguous."""
+    x = torch.randn(24, device=device).as_strided((2, 4, 3, 1), stride)
+    got, want = (norm(2)(x, *inputs((2, 4), torch.float32, device)[1:]) for norm in (fused, eager))
+    torch.testing.assert_close(got, want)
+    assert got.stride()[:3] == want.stride()[:3]
+
+
 def test_gradients_of_any_stride(device):
     given = inputs((4, 6, 5, 3), torch.float32, device)
     for g in (
