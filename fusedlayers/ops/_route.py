@@ -62,6 +62,8 @@ def intercepted() -> str | None:
 def obstacle(tensors: Sequence[Tensor | None]) -> str | None:
     """Why these tensors cannot go to a kernel; `None` when they can."""
     first = at = None
+    if not tensors or tensors[0] is None:  # torch says it better
+        return "no tensor"
     keeps = torch.is_grad_enabled()
     for t in tensors:
         if t is not None:
@@ -78,8 +80,6 @@ def obstacle(tensors: Sequence[Tensor | None]) -> str | None:
                 first, at = t, device
             elif device != at:
                 return f"tensors lie on {first.device} and {t.device}"
-    if first is None:
-        return "no tensor"
     if first.is_cuda:
         return "kernels are interpreted, on the CPU" if _INTERPRETED else None
     if not first.is_cpu:

@@ -217,20 +217,23 @@ class Sites:
 
     def _number(self, nodes: set[Node]) -> str | None:
         """Which argument is added that may be a number, if any."""
-        added = (a for n, a in self._summed(nodes) if a.args and n.target in ADDITIONS)
+        added = (a for n, a in self._arguments(nodes) if a.args and n.op != "call_module" and n.target in ADDITIONS)
         return next((f"{_say(a)} is a number unless it is given" for a in added), None)
 
     def _demand(self, nodes: set[Node]) -> None:
-        """Of arguments that a fused op adds, that they are tensors; one to multiply by may be a number. None is
-        neither: ops are given it where there is nothing to add or multiply by."""
-        for node, argument in self._summed(nodes):
+        """Of arguments that a fused op adds, or hands to a kernel as a module's input, that they are tensors: else the
+        call is eager's, to raise what eager does. One to multiply by may be a number. None is neither: ops are given
+        it where there is nothing to add or multiply by."""
+        for node, argument in self._arguments(nodes):
             if self.form.get(argument.target, GIVEN) == GIVEN:
-                self.form[argument.target] = TENSOR if node.target in ADDITIONS else GIVEN
+                tensor = node.op == "call_module" or node.target in ADDITIONS
+                self.form[argument.target] = TENSOR if tensor else GIVEN
 
-    def _summed(self, nodes: set[Node]) -> Iterator[tuple[Node, Node]]:
-        """The sums and products among these nodes, each with the arguments of the forward that it has as operands."""
+    def _arguments(self, nodes: set[Node]) -> Iterator[tuple[Node, Node]]:
+        """The sums, products and modules among these nodes, each with the arguments of the forward that it reads."""
         for node in nodes:
-            for operand in node.args if node.op != "call_module" and node.target in SUMS else ():
+            module = node.op == "call_module" and not may_pass_through(node, self.module)
+            for operand in node.args if module or (node.op != "call_module" and node.target in SUMS) else ():
                 while operand in nodes and may_pass_through(operand, self.module):
                     operand = operand.args[0]
                 if isinstance(operand, Node) and operand.op == "placeholder":

@@ -183,6 +183,29 @@ def test_arguments_that_are_no_tensors(name):
             m(X, None)
 
 
+TAKEN = {
+    "fc(norm(x))": lambda self, x: self.fc(self.norm(x)),
+    "act(bn(fc(x)))": lambda self, x: self.act(self.bn(self.fc(x))),
+    "act(fc(drop(x)))": lambda self, x: self.act(self.fc(self.drop(x))),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_inputs_that_are_no_tensors(name):
+    """Raise what eager raises: seen to ask them for their device, or their dims."""
+    model = type("Block", (nn.Module,), {"forward": TAKEN[name]})()
+    model.norm, model.bn, model.drop = nn.LayerNorm(8), nn.BatchNorm1d(8), nn.Dropout(0.0)
+    model.fc, model.act = nn.Linear(8, 8), nn.GELU()
+    patched = fl.patch_model(twin(model), on_fallback="ignore")
+    assert fl.explain(patched).fused
+    for given in (None, 2.5, X.tolist(), X.numpy()):
+        with pytest.raises(TypeError) as expected:
+            model(given)
+        with pytest.raises(TypeError) as raised:
+            patched(given)
+        assert str(raised.value) == str(expected.value)
+
+
 def test_an_argument_that_is_a_number_unless_given():
     class Shifted(Pair):
         def forward(self, x, shift=0):
