@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from dataclasses import dataclass
 from typing import Any
 
 from .shadow import Untraceable
+
+_OURS = {"self", "type", "isinstance", "getattr", "hasattr", "tuple", "slice", "Ellipsis"}
+"""Names that the code generated in a forward's place uses, besides those that begin with an underscore."""
+_VARIABLE = inspect.CO_VARARGS, inspect.CO_VARKEYWORDS
 
 
 @dataclass(frozen=True)
@@ -59,4 +64,9 @@ def forward_of(cls: type) -> Forward:
         forward = forward.__wrapped__
     if not isinstance(forward, types.FunctionType):
         raise Untraceable("forward is not a Python function")
+    code = forward.__code__
+    count = code.co_argcount + code.co_kwonlyargcount + sum(bool(code.co_flags & flag) for flag in _VARIABLE)
+    for name in code.co_varnames[1:count]:
+        if name in _OURS or name.startswith("_"):
+            raise Untraceable(f"an argument is named {name}")
     return Forward(forward, tuple(decorators))

@@ -357,9 +357,6 @@ def traces(module: nn.Module, cls: type, inline: Inline = MappingProxyType({})) 
     except Untraceable as reason:
         return [Trace({}, True, refused=str(reason))]
     signature = inspect.signature(function)
-    private = next((name for name in list(signature.parameters)[1:] if name.startswith("_")), None)
-    if private is not None:  # the generated code's own names start so
-        return [Trace({}, True, refused=f"an argument is named {private}")]
     kind = (alike.kind(module, cls, function), frozenset(inline.items()))
     known = _known.get(kind, ())
     if known and all(alike.holds(read, module, cls) for t in known for read in t.reads.values()):

@@ -487,3 +487,24 @@ def test_checkpointing_in_a_class_hook_stays_on():
     assert fused(model) == [("fc", "act")]
     assert torch.equal(model(X), original(X))
     assert len(ran) == 2 and ran[0] is not ran[1]
+
+
+@pytest.mark.parametrize("name", ["type", "isinstance", "getattr", "hasattr", "tuple", "slice", "_m"])
+def test_arguments_named_as_what_the_generated_code_calls(name):
+    """Seen to call the argument."""
+    scope = {}
+    exec(f"def forward(this, x, {name}=None): return this.act(this.fc(x))", scope)
+    original = type("Named", (Pair,), {"forward": scope["forward"]})(nn.Linear(8, 8), nn.GELU())
+    model = fl.patch_model(twin(original))
+    assert reason(model) == f"an argument is named {name}"
+    assert torch.equal(model(X), original(X)) and torch.equal(model(X, **{name: 3}), original(X))
+
+
+def test_an_argument_named_self_of_a_forward_that_calls_its_module_otherwise():
+    class Named(Pair):
+        def forward(this, x, self=None):
+            return this.act(this.fc(x))
+
+    original = Named(nn.Linear(8, 8), nn.GELU())
+    model = fl.patch_model(twin(original))
+    assert torch.equal(model(X), original(X)) and torch.equal(model(X, X), original(X))
