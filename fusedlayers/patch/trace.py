@@ -15,7 +15,6 @@ import operator
 import sys
 import textwrap
 import types
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -322,22 +321,22 @@ class _Tracer(TracerBase):
         raise Untraceable("forward reads keys of a value")
 
 
-_kept: weakref.WeakKeyDictionary[nn.Module, list[Trace]] = weakref.WeakKeyDictionary()
+_kept: dict[int, tuple[nn.Module, list[Trace]]] = {}
+"""By the id of a module, beside it: what is equal to it is for its class to say."""
 _known: dict[Any, list[Trace]] = {}
 """By class and settings, what came of a module: its like are traced no more."""
 
 
 def looked_at(module: nn.Module, cls: type) -> list[Trace]:
     """`traces`, to be looked at only: kept for whoever asks next, until `taken` or `forget`."""
-    found = _kept.get(module)
-    if found is None:
-        found = _kept[module] = traces(module, cls)
-    return found
+    if id(module) not in _kept:
+        _kept[id(module)] = module, traces(module, cls)
+    return _kept[id(module)][1]
 
 
 def taken(module: nn.Module, cls: type) -> list[Trace]:
     """`traces`, to be rewritten: those kept, if there are any, and no longer kept."""
-    found = _kept.pop(module, None)
+    _, found = _kept.pop(id(module), (module, None))
     return traces(module, cls) if found is None else found
 
 

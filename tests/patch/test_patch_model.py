@@ -508,3 +508,16 @@ def test_an_argument_named_self_of_a_forward_that_calls_its_module_otherwise():
     original = Named(nn.Linear(8, 8), nn.GELU())
     model = fl.patch_model(twin(original))
     assert torch.equal(model(X), original(X)) and torch.equal(model(X, X), original(X))
+
+
+def test_modules_that_nothing_may_be_compared_with():
+    """Torch itself never asks whether two modules are equal: seen to fail at patching."""
+
+    class Alone(Pair):
+        __hash__ = nn.Module.__hash__
+
+        def __eq__(self, other):
+            raise RuntimeError("Boolean value of Tensor with more than one value is ambiguous")
+
+    model, original = patched_twin(nn.Sequential(Alone(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 8)))
+    assert fused(model) and torch.equal(model(X), original(X))
