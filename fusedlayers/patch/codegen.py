@@ -212,24 +212,39 @@ def _call(node: Node, called: dict[Node, str], names: Names) -> str:
     show = lambda value: _show(value, called, names)  # noqa: E731
     if node.op == "get_attr":
         *path, attribute = node.target.split(".")
-        return f"{names.child(tuple(path))}.{attribute}"
+        return _attribute(names.child(tuple(path)), attribute)
     args = [show(a) for a in node.args]
     given = {k: show(v) for k, v in node.kwargs.items()}
-    listed = ", ".join(args + [f"**{v}" if k == SPLAT else f"{k}={v}" for k, v in given.items()])
+    listed = ", ".join(args + [_keyword(k, v) for k, v in given.items()])
     if node.op == "call_module":
         return f"{names.child(tuple(node.target.split('.')))}({listed})"
     if node.op == "call_method":
-        rest = ", ".join(args[1:] + [f"{k}={v}" for k, v in given.items()])
-        return f"{args[0]}.{node.target}({rest})"
+        rest = ", ".join(args[1:] + [_keyword(k, v) for k, v in given.items()])
+        return f"{_attribute(args[0], node.target)}({rest})"
     target = node.target
     if target in _BINARY and len(args) == 2 and not given:
         left, right = (f"({a})" if a.startswith("-") else a for a in args)
         return f"{left} {_BINARY[target]} {right}"
     if target is operator.getitem:
         return f"{args[0]}[{args[1]}]"
-    if target is getattr and len(args) == 2 and str(node.args[1]).isidentifier():
-        return f"{args[0]}.{node.args[1]}"
+    if target is getattr and len(args) == 2 and type(node.args[1]) is str:
+        return _attribute(args[0], node.args[1])
     return f"{names.bind(target, getattr(target, '__name__', 'op'))}({listed})"
+
+
+def _attribute(owner: str, name: str) -> str:
+    return f"{owner}.{name}" if _is_name(name) else f"getattr({owner}, {name!r})"
+
+
+def _keyword(name: str, value: str) -> str:
+    if name == SPLAT:
+        return f"**{value}"
+    return f"{name}={value}" if _is_name(name) else f"**{{{name!r}: {value}}}"
+
+
+def _is_name(name: str) -> bool:
+    """Whether source may have it as it is: parameters may be named anything, and the parser makes one of some names."""
+    return name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
 
 
 def _show(value: Any, called: dict[Node, str], names: Names) -> str:

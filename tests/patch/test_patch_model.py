@@ -521,3 +521,25 @@ def test_modules_that_nothing_may_be_compared_with():
 
     model, original = patched_twin(nn.Sequential(Alone(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 8)))
     assert fused(model) and torch.equal(model(X), original(X))
+
+
+@pytest.mark.parametrize("name", ["fc-act", "class", "a b", "0", "it's"])
+def test_parameters_and_children_of_any_name(name):
+    """Seen to write `self.fc-act` and `self.class` into the forward."""
+
+    class Named(Pair):
+        def forward(self, x):
+            y = self.act(self.fc(x)) * getattr(self, name) + self.all["of them"](x) + self.some[0]
+            return self.keep(y, **{name: y})
+
+    class Keep(nn.Module):
+        def forward(self, x, **more):
+            return x + more[name]
+
+    model = Named(nn.Linear(8, 8), nn.GELU())
+    model.register_parameter(name, nn.Parameter(torch.randn(8)))
+    model.some, model.keep = nn.ParameterList([torch.randn(8)]), Keep()
+    model.all = nn.ModuleDict({"of them": nn.Linear(8, 8)})
+    patched, original = patched_twin(model)
+    assert ("fc", "act") in fused(patched)
+    assert_same(patched, original, X)
