@@ -231,7 +231,7 @@ class Sites:
 
     def _arguments(self, nodes: set[Node]) -> Iterator[tuple[Node, Node]]:
         """The sums, products and modules among these nodes, each with the arguments of the forward that it reads."""
-        for node in nodes:
+        for node in sorted(nodes, key=lambda n: self.position.get(n, -1)):  # so that blocks alike come out the same
             module = node.op == "call_module" and not may_pass_through(node, self.module)
             for operand in node.args if module or (node.op != "call_module" and node.target in SUMS) else ():
                 while operand in nodes and may_pass_through(operand, self.module):
