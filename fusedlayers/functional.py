@@ -160,7 +160,7 @@ def layer_norm(
     >>> layer_norm(torch.tensor([1.0, 3.0]), (2,), eps=0.0)
     tensor([-1.,  1.])
     """
-    return _layer_norm.layer_norm(x, normalized_shape, weight, bias, eps, residual)
+    return _layer_norm.layer_norm(x, normalized_shape, weight, bias, eps, residual, as_eager=True)
 
 
 def rms_norm(
@@ -188,7 +188,7 @@ def rms_norm(
     >>> rms_norm(torch.tensor([3.0, -3.0]), (2,))
     tensor([ 1., -1.])
     """
-    return _rms_norm.rms_norm(x, normalized_shape, weight, eps, residual)
+    return _rms_norm.rms_norm(x, normalized_shape, weight, eps, residual, as_eager=True)
 
 
 def batch_norm_act(

@@ -263,6 +263,6 @@ def _cached_call(
         return _APART
     drop = _dropout.plan(p, plain.M * plain.N, plain.x_dtype, address, device, setting)
     # torch's own mask follows memory, this kernel rows
-    if isinstance(drop, str) or (drop.mode == _dropout.EAGER and (plain.apart or plain.x_step != plain.N)):
+    if isinstance(drop, str) or (drop.mode == _dropout.EAGER and (plain.x_step != plain.N or not plain.in_rows)):
         return _APART
     return _Call(norm, x, residual, plain.y_dtype, drop)

@@ -67,9 +67,13 @@ def _kept_norm(cls: type[Norm], *settings: Any) -> Norm:
 
 
 def row_norm(
-    norm: Norm, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, passes: bool = False
-) -> Result:
+    norm: Norm, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, passes: bool = False,
+    as_eager: bool = False,
+) -> Result:  # fmt: skip
     """The norm of `x + residual`, paired with that sum where there is a residual.
+
+    The kernel's sum lies in rows. Where an operand does not, eager's may lie in another order, as in a network whose
+    tokens are a transposed map: `as_eager` has it so, at the price of a pass for the sum, and one for rows of it.
 
     `passes`: without one, paired with x, for who reads it after the norm: the gradient of that is then added where the
     norm's own is written, in a pass that autograd would spend on the sum of the two.
@@ -79,7 +83,7 @@ def row_norm(
         route, call = _route.pick(norm.op, tensors, plan=lambda: _prepare(norm, x, residual, weight, bias))
         if route == "triton":
             grad = needs_grad(*tensors)
-            if residual is not None and (call.apart or (grad and hooked(weight, bias))):
+            if residual is not None and ((as_eager and not call.in_rows) or (grad and hooked(weight, bias))):
                 s = x + residual
                 return row_norm(norm, s, None, weight, bias), s
             try:
@@ -163,8 +167,7 @@ class _Call:
         self.M = math.prod(self.shape) // self.N
         self.x_step = row_step(self.shape, x_stride, len(norm.shape))
         self.residual_step = None if residual is None else row_step(self.shape, residual[1], len(norm.shape))
-        # the kernel's sum lies in rows; where an operand does not, torch's may lie in another order
-        self.apart = residual is not None and (self.x_step is None or self.residual_step is None)
+        self.in_rows = self.x_step is not None and (residual is None or self.residual_step is not None)
         self._launches: dict[Any, Any] = {}
 
     def forward(
@@ -178,6 +181,7 @@ class _Call:
             x = x.contiguous()
         if residual is not None:
             s = x.new_empty(*self.shape, dtype=self.s_dtype)
+            residual = residual.contiguous() if self.residual_step is None else residual
         if keep:
             stats = x.new_empty(2 if self.norm.center else 1, self.M, dtype=self.dtype)
         key = keep, weight is None, bias is None

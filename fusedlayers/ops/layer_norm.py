@@ -24,13 +24,15 @@ def layer_norm(
     *,
     out_dtype: torch.dtype | None = None,
     passes: bool = False,
+    as_eager: bool = False,
 ) -> Result:
     """See `functional.layer_norm`.
 
     `out_dtype` is for a norm whose readers all cast down to it, as they do under autocast: written in that dtype at
-    once, the value is rounded once, as before, and the pass that casts it is saved. `passes`: see `row_norm`.
+    once, the value is rounded once, as before, and the pass that casts it is saved. `passes`, `as_eager`: see
+    `row_norm`.
     """
-    return row_norm(_LayerNorm.of(normalized_shape, eps, out_dtype), x, residual, weight, bias, passes)
+    return row_norm(_LayerNorm.of(normalized_shape, eps, out_dtype), x, residual, weight, bias, passes, as_eager)
 
 
 def dropout_layer_norm(

@@ -27,6 +27,7 @@ def rms_norm(
     cast_before_weight: bool = False,
     out_dtype: torch.dtype | None = None,
     passes: bool = False,
+    as_eager: bool = False,
 ) -> Result:
     """See `functional.rms_norm`. The keywords give the forms that models write out themselves.
 
@@ -34,10 +35,10 @@ def rms_norm(
         offset: added to the weight: 1 for Gemma, whose result has the dtype of x, also under autocast.
         cast_before_weight: `weight * xhat.to(x.dtype)`, as LlamaRMSNorm has it; the dtype is what that promotes to.
         out_dtype: the result's dtype; see `layer_norm`.
-        passes: see `row_norm`.
+        passes, as_eager: see `row_norm`.
     """
     norm = _RMSNorm.of(normalized_shape, eps, out_dtype, offset, cast_before_weight)
-    return row_norm(norm, x, residual, weight, None, passes)
+    return row_norm(norm, x, residual, weight, None, passes, as_eager)
 
 
 def dropout_rms_norm(

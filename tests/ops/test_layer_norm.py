@@ -134,6 +134,22 @@ def test_the_sum_lies_in_memory_as_eagers(orders, p, device):
         assert y.stride() == F.layer_norm(expected, (6,)).stride()
 
 
+def test_the_sum_of_a_patched_model_lies_in_rows(forced, device):
+    """Of a transposed stream too: the same values, in one pass, and nothing is transposed any more after it."""
+    x, residual = (randn(4, 7, 6, device=device, seed=s).detach().transpose(0, 1).requires_grad_() for s in (1, 2))
+    weight, bias = (randn(6, device=device, seed=s) for s in (3, 4))
+
+    def ours(x, residual, weight, bias):
+        return with_dtype(x, (6,), weight, bias, 1e-5, residual)
+
+    def plain(x, residual, weight, bias):
+        return F.layer_norm(x + residual, (6,), weight, bias), x + residual
+
+    compare(ours, plain, (x, residual, weight, bias))
+    if forced == "triton":
+        assert ours(x, residual, weight, bias)[1].is_contiguous()
+
+
 def test_rows_apart_are_read_in_place(device):
     """One token of each image: rows lie far apart, and nothing is copied; its neighbours stay out."""
     tokens = torch.full((5, 3, 24), float("nan"), device=device)
