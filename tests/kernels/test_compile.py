@@ -75,13 +75,14 @@ def residual() -> Iterator[Entry]:
     # DROP, VEC, GROUPED, RNG_PTR: none; eager's masks by vector width and one by one; fast ones
     draws = [(0, 1, False, False), (1, 8, True, False), (1, 4, True, False), (1, 1, False, False), (2, 8, True, True)]
     # the seed's words; scale_value, A, T, C, P, scale_a, scale_c, path_rows; threshold, threads, keep_scale
-    numbers, sizes, last = ("i32",) * 4, ("fp32", 1, "i32", "i32", 1, "i32", 1, "i32"), ("i32", "i32", "fp32")
+    numbers, last = ("i32",) * 4, ("i32", "i32", "fp32")
     for col, (drop, vec, grouped, rng) in [(True, draw) for draw in draws] + [(False, draw) for draw in draws[:2]]:
         constants = {
             "CT": tl.float32, "COL": col, "HAS_SCALE": True, "HAS_PATH": True, "RNG_PTR": rng,
             "DROP": drop, "VEC": vec, "GROUPED": grouped, "WIDE": False,
         }  # fmt: skip
         name = f"{'col' if col else 'row'}-{drop}-{vec}"
+        sizes = ("fp32", "i32" if vec == 1 else 1, "i32", "i32", 1, "i32", 1, "i32")
         state = ("*i64", "*i64") if rng else (None, None)
         pointers = ("*bf16", "*bf16", "*fp32", "*bf16", *state, "*bf16")
         tile = {"HAS_RES": True, "BM": 4 if col else 1, "BN": 1024 if col else 4096}
