@@ -277,8 +277,7 @@ def forward_apply(
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, TRACK: tl.constexpr,
     WRITE_Z: tl.constexpr, WRITE_STATS: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr,
     FOLD: tl.constexpr, ADJACENT: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr,
-    STAGES: tl.constexpr,
-    SUM_BM: tl.constexpr, SUM_BJ: tl.constexpr, U: tl.constexpr, SUM_FULL: tl.constexpr,
+    STAGES: tl.constexpr, SUM_BM: tl.constexpr, SUM_BJ: tl.constexpr, U: tl.constexpr, SUM_FULL: tl.constexpr,
 ):  # fmt: skip
     """Blocks (K * cdiv(C, GC) times those that share a chunk), each `span` tiles of a chunk, the last ones first.
 
@@ -459,8 +458,7 @@ def backward_apply(
     P1: tl.constexpr, MASK: tl.constexpr, SOURCE: tl.constexpr, HAS_WEIGHT: tl.constexpr, DRES: tl.constexpr,
     DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, ALIGN: tl.constexpr, ROW: tl.constexpr, GC: tl.constexpr,
     FOLD: tl.constexpr, ADJACENT: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, FULL: tl.constexpr,
-    STAGES: tl.constexpr,
-    SUM_BM: tl.constexpr, SUM_BJ: tl.constexpr, U: tl.constexpr, SUM_FULL: tl.constexpr,
+    STAGES: tl.constexpr, SUM_BM: tl.constexpr, SUM_BJ: tl.constexpr, U: tl.constexpr, SUM_FULL: tl.constexpr,
 ):  # fmt: skip
     """Blocks as in `forward_apply`. `sums_ptr` (2, C / FOLD): of dz and of dz * (x - mean), with SAVED; with OWN a
     block takes its own, and writes the parameters' gradients.

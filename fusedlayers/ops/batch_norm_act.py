@@ -195,20 +195,8 @@ class _Call:
         if source == _SAVED:
             rest = (*t.loops, ct, *layout, *t.sum_tile, t.sum_full)
             sums = Launch(kernel.forward_sums, t.sum_grid, rest, t.sum_warps)
-            rest = (
-                t.M,
-                t.C,
-                t.S,
-                *t.chunk,
-                t.chunks,
-                t.fold,
-                ct,
-                self.eps,
-                bias,
-                self.track,
-                t.adjacent,
-                *t.combine_tile,
-            )
+            rest = (t.M, t.C, t.S, *t.chunk, t.chunks, t.fold)
+            rest += (ct, self.eps, bias, self.track, t.adjacent, *t.combine_tile)
             combine = Launch(kernel.forward_combine, t.combine_grid, rest, t.combine_warps)
         flags = (self.weight_dtype is not None, bias, self.residual_dtype is not None)
         flags += (self.track and combine is None, keep and self.keeps_z, keep and combine is None)
