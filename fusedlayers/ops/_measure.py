@@ -154,8 +154,9 @@ def _rows(d: torch.device, *more: Any, tensors: int = 1, vectors: int = 0) -> Ar
 
 
 def _batch_norm(d: torch.device) -> Args:
-    running = _values(d, 16, grad=False), torch.ones(16, device=d)
-    return _values(d, 4, 16, 8, 8), *running, _values(d, 16), _values(d, 16), True, 0.1, 1e-5, get("relu")
+    mean, var, count = _values(d, 16, grad=False), torch.ones(16, device=d), torch.zeros(1, dtype=torch.int64, device=d)
+    x, weight, bias = _values(d, 4, 16, 8, 8), _values(d, 16), _values(d, 16)
+    return x, mean, var, weight, bias, True, 0.1, 1e-5, get("relu"), None, None, count
 
 
 def _norm(d: torch.device, vectors: int) -> Args:
