@@ -74,6 +74,7 @@ def _takes(count: Tensor, x: Tensor, running_mean: Tensor | None) -> bool:
         running_mean is not None
         and type(count) is Tensor
         and count.dtype is torch.int64
+        and count.numel() == 1
         and count.get_device() == x.get_device()
         and not count.is_inference()
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -103,6 +104,16 @@ def test_counts_batches_of_any_dtype(dtype, shape, device):
         with torch.set_grad_enabled(grad):
             ours(x)
     assert ours.num_batches_tracked == 3 and ours.num_batches_tracked.dtype == dtype
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 2), (0,)], ids=str)
+def test_counts_batches_in_any_shape(shape, device):
+    """Seen to fail: the kernel that counts adds 1 to one element, and to one behind an empty counter."""
+    ours = fl.FusedBatchNormAct1d(4).to(device)
+    ours.num_batches_tracked = torch.zeros(8, dtype=torch.int64, device=device)[: math.prod(shape)].view(shape)
+    behind = ours.num_batches_tracked._base
+    ours(randn(6, 4, device=device))
+    assert torch.equal(behind, (torch.arange(8, device=device) < math.prod(shape)).long())
 
 
 def test_counts_without_running_statistics(device):
