@@ -19,7 +19,13 @@ OLDEST = 3, 4
 
 
 class KernelError(RuntimeError):
-    """A kernel could not be built or launched here (no compiler, too little shared memory, ...)."""
+    """A kernel could not be built or launched here (no compiler, too little shared memory, ...).
+
+    Attributes:
+        after: how many launches of its chain had been made by then; what they wrote stays written.
+    """
+
+    after = 0
 
 
 class NoStorageError(KernelError):

@@ -245,8 +245,12 @@ class Chain:
         if device not in self._begun and len(self.steps) > 1:
             self._begun.add(device)
             self.build_ahead([None if p is None else p.dtype for p in pointers], device, numbers)
-        for launch, which, numbered in self.steps:
-            launch(*(pointers[i] for i in which), numbers=numbers if numbered else ())
+        for made, (launch, which, numbered) in enumerate(self.steps):
+            try:
+                launch(*(pointers[i] for i in which), numbers=numbers if numbered else ())
+            except KernelError as error:
+                error.after = made
+                raise
         if device in self._ready or not all(device in launch._ready for launch, _, _ in self.steps):
             return
         after, ready = tuple(range(len(pointers), len(pointers) + len(numbers))), []

@@ -63,9 +63,11 @@ def batch_norm_act(
                 return call.forward(*tensors, count, momentum)[0]
             except KernelError as error:
                 _route.failed(OP, error)
+                if error.after > 1:  # the statistics have seen this batch, and it is counted
+                    running_mean = running_var = count = None
     if count is not None:
         count.add_(1)
-    return reference(shifted(x, shift, 1), *args[1:])
+    return reference(shifted(x, shift, 1), running_mean, running_var, *args[3:])
 
 
 def _takes(count: Tensor, x: Tensor, running_mean: Tensor | None) -> bool:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import fusedlayers as fl
 from fusedlayers.activations import get
 from fusedlayers.functional import batch_norm_act
-from fusedlayers.ops import _tiling
+from fusedlayers.ops import _route, _table, _tiling
 from fusedlayers.ops import batch_norm_act as op
 from tests.harness import FLOATS, LAYOUTS, assert_accurate, compare, laid_out, randn
 
@@ -415,6 +415,36 @@ def test_channels_that_fit_no_tile(training, channels, fold, device):
     compare(kept(fused), kept(eager), given)
     fused("relu", training)(*given, *mine)
     eager("relu", training)(*given, *theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("failing", ["forward_sums", "forward_combine", "forward_apply"])
+def test_a_kernel_that_fails_moves_statistics_once(failing, grad, device, forced, monkeypatch):
+    """Seen to fail: they had moved before the last launch could not be made, then eager moved them again."""
+    if forced != "triton":
+        pytest.skip("no kernels")
+    launch = fl.kernels.load("launch").Launch
+    given = inputs((8, 24, 16, 16), torch.float32, device, last=True)
+    mine, theirs = ([torch.zeros(24, device=device), torch.ones(24, device=device)] for _ in range(2))
+    count = torch.zeros((), dtype=torch.int64, device=device)
+
+    def broken(self, *pointers, numbers=(), observed=False, made=launch.__call__):
+        if self.kernel.__name__ == failing:
+            raise fl.kernels.KernelError("no compiler")
+        made(self, *pointers, numbers=numbers, observed=observed)
+
+    monkeypatch.setattr(launch, "__call__", broken)
+    monkeypatch.setattr(_route, "failures", {})
+    op._cached_call.cache_clear()  # launches made before call no `__call__`
+    with fl.settings(route="auto"), _table.in_force((op.OP, given[0].get_device()), {}):
+        x, weight, bias, _ = (t if t is None else t.detach().requires_grad_(grad) for t in given)
+        with pytest.warns(RuntimeWarning, match="no compiler"):
+            y = op.batch_norm_act(x, *mine, weight, bias, True, 0.1, 1e-5, get("relu"), count=count)
+    op._cached_call.cache_clear()
+    torch.testing.assert_close(y, eager("relu")(x, weight, bias, None, *theirs))
+    assert count == 1 and y.requires_grad == grad
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b)
 
