@@ -49,7 +49,7 @@ def forward(
     block, a = pid // blocks_c, tl.cast(0, tl.int64)
     if A != 1:  # a division costs as much as several elements
         a = (block // blocks_t).to(tl.int64)
-        block = block % blocks_t
+        block = (block % blocks_t).to(block.dtype)  # T may take 64 bits, blocks do not
     t = block.to(tl.int64) * BM + tl.arange(0, BM)
     c = first_col + tl.arange(0, BN)
     in_row, in_col = t < T, c < C

@@ -88,6 +88,11 @@ def residual() -> Iterator[Entry]:
         tile = {"HAS_RES": True, "BM": 4 if col else 1, "BN": 1024 if col else 4096}
         signature = (*pointers, *numbers, *sizes, *last)
         yield Entry(f"residual_forward-{name}", module.forward, signature, {**constants, **tile})
+        if (col, vec) == (True, 1):
+            at = len(pointers) + len(numbers) + 2  # T, of rows past 2**31
+            signature = (*signature[:at], "i64", *signature[at + 1 :])
+            yield Entry(f"residual_forward-{name}-large", module.forward, signature, {**constants, **tile})
+            signature = (*pointers, *numbers, *sizes, *last)
         if drop != 2 and vec != 4:
             tile = {"NEED_DX": True, "BM": 8 if col else 2, "BN": 256 if col else 1024}
             signature = (*pointers, "*fp32", *numbers, *sizes, "i32", "i32", *last)
