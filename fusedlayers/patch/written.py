@@ -1,7 +1,8 @@
 """A result as the forward writes it: a rule's pattern has one order of operands, and adds nothing in place.
 
-Where a match has operands swapped, or adds in place, what it replaces is kept as an expression of its operands: from
-that come the memory order (`layout`) and the dtype (`in_place`) that eager's result has.
+Where a match has operands swapped, or adds in place, or its sum goes to a view or a dropout, what it replaces is kept
+as an expression of its operands: from that come the memory order (`layout`) and the dtype (`in_place`) that eager's
+result has.
 """
 
 from __future__ import annotations
@@ -37,6 +38,26 @@ def as_written(made: Call, state: State, outputs: Sequence[Node], several: bool)
     return Call(op, (read.operands, *made.args), made.kwargs)
 
 
+_VIEWS = frozenset({"view", "view_as", "as_strided", "stride", "is_contiguous"})
+_TURNS = frozenset(
+    {"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "unsqueeze", "squeeze", "getitem"}
+)
+
+
+def _tells_order(node: Node, root: nn.Module, inside: set[Node]) -> bool:
+    """Whether a reader outside the match would notice in which order this result lies."""
+    for reader in node.users:
+        if reader in inside or reader.op == "output":
+            continue
+        if dropout_call(reader) is not None or may_pass_through(reader, root):
+            return True
+        target = getattr(reader.target, "__name__", reader.target)
+        if reader.op in ("call_method", "call_function") and reader.args[:1] == (node,):
+            if target in _VIEWS or (target in _TURNS and _tells_order(reader, root, inside)):
+                return True
+    return False
+
+
 class _Reading:
     """The expressions of a match's results, and the operands that they share."""
 
@@ -55,7 +76,7 @@ class _Reading:
         """None where a fused op lies as eager's result does by itself, or nobody knows how that lies."""
         if activation_of(node, self.state.module) is None and not _is_sum(node):
             return None
-        self.differs = False
+        self.differs = _is_sum(node) and _tells_order(node, self.state.module, self.inside)
         try:
             tree = self._of(node)
         except _Unknown:
