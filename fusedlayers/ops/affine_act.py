@@ -36,7 +36,7 @@ def affine_act(
     """See `functional.affine_act`; `residual`, of the shape of `x`, is added before the activation."""
     if not _route.is_compiling():
         scale_, shift_ = _on_device(scale, x), _on_device(shift, x)
-        tensors = [t for t in (x, scale_, shift_, residual) if isinstance(t, Tensor)]
+        tensors = [x, *(t for t in (scale_, shift_, residual) if isinstance(t, Tensor))]
         route, call = _route.pick(OP, tensors, plan=lambda: _prepare(x, scale_, shift_, dim, residual, act))
         if route == "triton":
             try:
@@ -292,8 +292,8 @@ def _cached_call(
 
 def _on_device(t: Coef, x: Tensor) -> Coef:
     """A 0-d CPU constant as the number torch treats it as beside a GPU tensor; anything else as it is."""
-    if isinstance(t, Tensor) and t.dim() == 0 and t.is_cpu and not x.is_cpu and not t.requires_grad:
-        return t.item()
+    if isinstance(t, Tensor) and t.dim() == 0 and t.is_cpu and isinstance(x, Tensor) and not x.is_cpu:
+        return t if t.requires_grad else t.item()
     return t
 
 

@@ -56,7 +56,7 @@ def scale_residual(
     if not training:
         dropout_p = drop_path_p = 0.0
     if not _route.is_compiling():
-        tensors = [t for t in (x, residual, scale) if isinstance(t, Tensor)]
+        tensors = [x, *(t for t in (residual, scale) if isinstance(t, Tensor))]
         route, call = _route.pick(
             OP, tensors, plan=lambda: _prepare(x, residual, scale, dropout_p, drop_path_p), auto=_worth,
             draws=bool(dropout_p or drop_path_p),
@@ -258,6 +258,8 @@ def _worth(call: _Call) -> str:
 
 def _prepare(x: Tensor, residual: Tensor, scale: Scale, dropout_p: float, drop_path_p: float) -> _Call | str:
     """The prepared call, or why the kernels cannot take these arguments."""
+    if not isinstance(residual, Tensor):
+        return "residual is no tensor"
     if residual.shape != x.shape:
         return "residual and x broadcast"
     if isinstance(scale, Tensor):

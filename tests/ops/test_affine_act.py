@@ -141,6 +141,24 @@ def test_coefficients_may_change_before_backward(device):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("given", [None, 2.5, [1.0], "x"], ids=str)
+def test_an_input_that_is_no_tensor_raises_what_torch_raises(given, device):
+    """Seen to be asked for its shape, or where it lies."""
+    one, per_channel = torch.tensor(2.0), randn(8, device=device)
+    with fl.settings(route="auto"):
+        for scale, shift in ((2.0, 1.0), (one, 1.0), (per_channel, 1.0), (one, per_channel)):
+            found = []
+            for fn in (affine_act, eager("relu")):
+                try:
+                    found.append(fn(given, scale, shift))
+                except Exception as error:
+                    found.append((type(error), str(error)))
+            if isinstance(found[1], torch.Tensor):
+                torch.testing.assert_close(*found)
+            else:
+                assert found[0] == found[1], (scale, shift)
+
+
 def test_bad_input_raises_what_torch_raises(device):
     x = randn(4, 6, device=device)
     with fl.settings(route="auto"):

@@ -353,6 +353,24 @@ def test_gradient_of_the_residual_is_passed_on_uncopied(device):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("given", [None, 2.5, [1.0], "x"], ids=str)
+def test_what_is_no_tensor_is_torchs_to_take_or_refuse(given, device):
+    """Seen to be asked for its shape."""
+    x, scale = randn(4, 8, device=device), randn(8, device=device)
+    with fl.settings(route="auto"):
+        for args in ((given, x, scale), (given, x, None), (x, given, scale), (given, given, scale)):
+            found = []
+            for fn in (scale_residual, op.reference):
+                try:
+                    found.append(fn(*args))
+                except Exception as error:
+                    found.append((type(error), str(error)))
+            if isinstance(found[1], torch.Tensor):
+                torch.testing.assert_close(*found)
+            else:
+                assert found[0] == found[1], args
+
+
 def test_bad_input_raises_what_torch_raises(device):
     x = randn(4, 6, device=device)
     with fl.settings(route="auto"):
