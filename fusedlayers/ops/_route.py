@@ -21,6 +21,7 @@ _PLAIN = (Tensor, nn.Parameter)
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _STRIDED = torch.strided
 _INTERPRETED = kernels.interpreted()
+_NOTHING = "no tensor"
 is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._get_tracing_state
 _functorch_active = torch._C._are_functorch_transforms_active
@@ -62,8 +63,6 @@ def intercepted() -> str | None:
 def obstacle(tensors: Sequence[Tensor | None]) -> str | None:
     """Why these tensors cannot go to a kernel; `None` when they can."""
     first = at = None
-    if not tensors or tensors[0] is None:  # torch says it better
-        return "no tensor"
     keeps = torch.is_grad_enabled()
     for t in tensors:
         if t is not None:
@@ -80,6 +79,8 @@ def obstacle(tensors: Sequence[Tensor | None]) -> str | None:
                 first, at = t, device
             elif device != at:
                 return f"tensors lie on {first.device} and {t.device}"
+    if first is None:
+        return _NOTHING
     if first.is_cuda:
         return "kernels are interpreted, on the CPU" if _INTERPRETED else None
     if not first.is_cpu:
@@ -102,7 +103,7 @@ def pick(
 
     Args:
         op: name of the op, for messages and for `failures`.
-        tensors: all tensor arguments (`None` entries are skipped).
+        tensors: all tensor arguments, the input first (other `None` entries are skipped).
         plan: asked only where kernels could run; gives what they need to know, or a string: why they cannot.
         library: whether the op has a vendor-library route.
         auto: the op's own choice for a plan where nothing is forced (default: `"triton"`), which a table may overrule.
@@ -119,7 +120,8 @@ def pick(
     # first of all, since here eager's own ops are the faster ones
     if planned == "reference" or wanted == "reference" or intercepted() is not None:
         return "reference", None
-    found = obstacle(tensors) or failures.get(op) or _unavailable() or plan()
+    absent = _NOTHING if tensors[0] is None else None  # torch says it better
+    found = absent or obstacle(tensors) or failures.get(op) or _unavailable() or plan()
     if type(found) is str:
         if wanted == "triton":
             raise RuntimeError(f"{op}: route 'triton' was forced and cannot run: {found}")

@@ -231,6 +231,20 @@ def test_one_launch_writes_the_gradient(device, forced):
     assert [k.name for k in started] == ["pack"]
 
 
+@pytest.mark.parametrize("unused", [0, 1, 2])
+def test_one_launch_without_the_gradient_of_a_part(unused, device, forced):
+    """Seen to take eager's ops where that part was the first."""
+    if forced != "triton":
+        pytest.skip("no kernels here")
+    sizes = (2, 9, 3, 2, 8)
+    _, packed = projected(*sizes, device=device)
+    used = [i for i in range(3) if i != unused]
+    parts, grads = split_heads(packed, *sizes), incoming(sizes, device)
+    given = [parts[i] for i in used], packed, [grads[i] for i in used]
+    started = inspect.launches(lambda: torch.autograd.grad(*given, retain_graph=True))
+    assert [k.name for k in started] == ["pack"]
+
+
 def test_a_kernel_that_fails_leaves_eagers_backward(device, forced, monkeypatch):
     if forced != "triton":
         pytest.skip("no kernels here")

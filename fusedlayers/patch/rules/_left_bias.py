@@ -22,5 +22,5 @@ def may_leave_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return settings.route != "reference" and _kernels_take(x, weight, bias)
 
 
-def _kernels_take(*tensors: Tensor) -> bool:
-    return _route.obstacle(tensors) is None
+def _kernels_take(x: Tensor, *parameters: Tensor) -> bool:
+    return x is not None and _route.obstacle((x, *parameters)) is None
