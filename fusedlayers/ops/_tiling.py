@@ -105,6 +105,7 @@ class Knobs:
     adjacent_up_to: int = 64  # positions of a map whose rows are too short to be walked one by one,
     unaligned_up_to: int = 256  # or if they can only be read by single elements
     adjacent_from: int = 1 << 21  # elements; fewer are walked in one launch
+    adjacent_channels: int = 64  # with fewer, each has more partial sums than a tile takes
     sum_elements: int = 2048
     sum_unroll: int = 4
     sum_warps: int = 4
@@ -132,7 +133,7 @@ def tiling(row: bool, M: int, C: int, S: int, itemsize: int, processors: int, ba
     long = itemsize == 2 and elements * itemsize >= knobs.wide_from * processors
     channels = knobs.wide_channels if long else knobs.channels
     short = knobs.unaligned_up_to if S % 4 else knobs.adjacent_up_to
-    if row and short >= S and elements >= knobs.adjacent_from:
+    if row and short >= S and knobs.adjacent_channels <= C and elements >= knobs.adjacent_from:
         return _tiling(knobs, channels, S, True, False, M, C * S, 1, itemsize, processors)
     fold = 1 if row else _fold(M, C, channels)
     found = _tiling(knobs, channels, fold, False, row, M // fold, C * fold, S, itemsize, processors)

@@ -365,7 +365,7 @@ def test_small_maps_are_walked_across_channels(shape, training, device):
     """Positions of contiguous maps as channels next to each other, whose sums are then of one channel again."""
     given = inputs(shape, torch.float32, device, residual=True)
     running = [randn(shape[1], device=device, grad=False), randn(shape[1], device=device, grad=False).abs() + 0.5]
-    with cut_by(dataclasses.replace(_tiling.FORWARD, adjacent_from=0)):
+    with cut_by(dataclasses.replace(_tiling.FORWARD, adjacent_from=0, adjacent_channels=1)):
         cut = _tiling.tiling(True, shape[0], shape[1], math.prod(shape[2:]), 4, 132, False)
         assert cut.adjacent and cut.features == shape[1]
         for given_now in (given, (*given[:3], None)):
