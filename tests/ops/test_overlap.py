@@ -92,8 +92,8 @@ def test_a_kernel_that_fails_leaves_it_to_the_library(op, hopper, monkeypatch):
         asked.append(args)
         raise KernelError("no memory")
 
-    monkeypatch.setattr(_overlap, "_forward", lambda *a: failing)
-    monkeypatch.setattr(_overlap, "_backward", lambda *a: failing)
+    monkeypatch.setattr(_overlap, "_launch", lambda *a: failing)
+    monkeypatch.setattr(_overlap, "_chain", lambda *a: failing)
     monkeypatch.setattr(_overlap.load("act_bias"), "BM", 128, raising=False)
     x, w1, b1 = (randn(*s, dtype=torch.bfloat16) for s in ((8, 256), (16, 256), (16,)))
     w2, b2 = randn(256, 16, dtype=torch.bfloat16), randn(256, dtype=torch.bfloat16)
