@@ -120,8 +120,8 @@ def pick(
     # first of all, since here eager's own ops are the faster ones
     if planned == "reference" or wanted == "reference" or intercepted() is not None:
         return "reference", None
-    absent = _NOTHING if tensors[0] is None else None  # torch says it better
-    found = absent or obstacle(tensors) or failures.get(op) or _unavailable() or plan()
+    # torch says better what is wrong with no input
+    found = (tensors[0] is None and _NOTHING) or obstacle(tensors) or failures.get(op) or _unavailable() or plan()
     if type(found) is str:
         if wanted == "triton":
             raise RuntimeError(f"{op}: route 'triton' was forced and cannot run: {found}")
