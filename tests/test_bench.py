@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from torch import nn
 
 from fusedlayers.bench import cli, first_step, lengths, main, models, ops, peers, plots, report, workloads
 from fusedlayers.bench.layers import cases as layer_cases
-from fusedlayers.bench.timing import QUICK, Budget, compare, kept_for_backward, spread
+from fusedlayers.bench.timing import QUICK, Budget, compare, kept_for_backward, one_cpu, spread
 from fusedlayers.functional import affine_act
 from fusedlayers.kernels import ahead
 
@@ -210,6 +212,23 @@ def test_a_contender_that_fails_does_not_stop_the_others():
     found = compare({"bad": fails, "good": lambda i: torch.ones(3).sum()}, effort=QUICK, device="cpu")
     assert found["bad"].notes == ["ValueError: no"] and found["bad"].wall_ms is None
     assert found["good"].wall_ms.samples == QUICK.rounds
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be pinned here")
+def test_one_cpu_for_all_threads_and_all_as_before_afterwards():
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait)
+    other.start()
+    tasks = (threading.get_native_id(), other.native_id)
+    before = [os.sched_getaffinity(t) for t in tasks]
+    try:
+        with one_cpu():
+            inside = [os.sched_getaffinity(t) for t in tasks]
+        assert inside[0] == inside[1] and len(inside[0]) == 1 and inside[0] <= before[0]
+        assert [os.sched_getaffinity(t) for t in tasks] == before
+    finally:
+        ended.set()
+        other.join()
 
 
 def test_what_is_timed_waits_for_builds_under_way(monkeypatch):

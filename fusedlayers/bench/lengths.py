@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from ..kernels import load
-from .timing import Budget, seconds
+from .timing import Budget, one_cpu, seconds
 from .workloads import Workload, training_step, variant, workloads
 
 STEPS, SETTLED = 100, 10
@@ -34,7 +35,10 @@ def measure(
 
 
 def _steps(workload: Workload, name: str, device: str, budget: Budget) -> dict[str, Any]:
-    """The steps in their order, within two thirds of the time that is left; then each length again for its median."""
+    """The steps in their order, within two thirds of the time that is left; then each length again for its median.
+
+    From the eleventh on all threads are on one CPU: two that wake each other differ by more than builds would show.
+    """
     until = budget.left / 3
     model, _ = workload.build(device, device == "cpu")
     model = torch.compile(model, dynamic=True) if name == "compile" else variant(name, model, {})
@@ -46,18 +50,21 @@ def _steps(workload: Workload, name: str, device: str, budget: Budget) -> dict[s
         ids = torch.randint(1000, (8, length), device=device)
         return 1e3 * seconds(lambda: training_step(model, workload.loss, (ids,), device), device)
 
-    first, built = [], 0
-    for i, length in enumerate(lengths):
-        if budget.left < until:
-            break
-        if i == SETTLED:
-            built = kernels_built()
-        first.append(step(length))
-    built = kernels_built() - built
-    lengths = lengths[: len(first)]
-    if len(first) <= SETTLED:
+    first: list[float] = []
+
+    def go_on(to: int) -> None:
+        while len(first) < to and budget.left >= until:
+            first.append(step(lengths[len(first)]))
+
+    go_on(SETTLED)
+    if len(first) < SETTLED or budget.left < until:
         return {"steps": len(first), "first_ten_steps_s": sum(first) / 1e3, "skipped": LATE}
-    usual = {n: statistics.median(step(n) for _ in range(4)) for n in sorted(set(lengths))}
+    with one_cpu() if device == "cuda" else contextlib.nullcontext():
+        built = kernels_built()
+        go_on(steps)
+        built = kernels_built() - built
+        del lengths[len(first) :]
+        usual = {n: statistics.median(step(n) for _ in range(4)) for n in sorted(set(lengths))}
     late = [t / usual[n] for t, n in zip(first[SETTLED:], lengths[SETTLED:], strict=True)]
     return {
         "steps": len(first),

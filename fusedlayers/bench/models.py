@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import os
 import tempfile
@@ -16,7 +17,7 @@ from torch import nn
 from ..patch import explain
 from . import first_step, lengths, report
 from .peers import clear
-from .timing import Budget, Spread, peak_memory, seconds, spread, sync
+from .timing import Budget, Spread, one_cpu, peak_memory, seconds, spread, sync
 from .workloads import Workload, training_step, variant, workloads
 
 NEEDS_S = {"eager": 30.0, "compile": 100.0}
@@ -125,11 +126,14 @@ def measure(workload: Workload, variants: Sequence[str], device: str) -> dict[st
             record["peak_bytes"] = own + peak_memory(steps[name])
         drop_gradients(made)
         found[name] = record
-    for name, times in in_turns(steps, device).items():
-        found[name]["step_ms"] = vars(times)
     full = {name: full_step(models[name], steps[name]) for name in steps}
-    for name, times in in_turns(full, device, rounds=6).items():
-        found[name]["full_ms"] = vars(times)
+    for where, pinned in (("", contextlib.nullcontext()), ("one_cpu_", one_cpu())):
+        if where and device != "cuda":  # there it is the CPUs that compute
+            continue
+        with pinned:
+            for what, timed, rounds in (("step_ms", steps, 12), ("full_ms", full, 6)):
+                for name, times in in_turns(timed, device, rounds).items():
+                    found[name][where + what] = vars(times)
     for name, step in steps.items():  # last: a process that was profiled launches more slowly from then on
         if device == "cuda":
             found[name].update(device_share(step))
@@ -146,7 +150,7 @@ def measure(workload: Workload, variants: Sequence[str], device: str) -> dict[st
     return {"variants": found}
 
 
-def in_turns(steps: dict[str, Callable[[], Any]], device: str, rounds: int = 12) -> dict[str, Spread]:
+def in_turns(steps: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, Spread]:
     """Milliseconds a step, synchronised around a few steps, every variant in every round."""
     few = {}
     for name, step in steps.items():
@@ -198,10 +202,11 @@ def device_share(step: Callable[[], Any], steps: int = 2) -> dict[str, Any]:
 def one_line(result: dict[str, Any]) -> str:
     if "variants" not in result:
         return f"{result['case']}: " + str(result.get("error") or result.get("skipped") or result)[:400]
-    shown = [
-        f"{name} {v['step_ms']['median']:.2f} ms" + (f" (device {v['device_ms']:.2f})" if v.get("device_ms") else "")
-        for name, v in result["variants"].items()
-    ]
+    shown = []
+    for name, v in result["variants"].items():
+        more = [f"one CPU {v['one_cpu_step_ms']['median']:.2f}"] if "one_cpu_step_ms" in v else []
+        more += [f"device {v['device_ms']:.2f}"] if "device_ms" in v else []
+        shown.append(f"{name} {v['step_ms']['median']:.2f} ms" + (f" ({', '.join(more)})" if more else ""))
     return f"{result['case']}: " + " | ".join(shown)
 
 

@@ -23,6 +23,8 @@ RESULTS = Path("benchmarks") / "results"
 _FUSED = "milliseconds of this library, forward and backward together unless the case says forward"
 _TIMES = "how many times as fast as these, by the same clock; - where one has no such op"
 _STEPS = "how many times as fast as eager by the wall clock"
+_ONE_CPU = "with the process's threads on one CPU, where none sleeps and wakes at a lower clock"
+_KERNELS = "how many times as fast as eager by the sum of the step's kernels"
 COLUMNS = {
     "case": "op, what of it, sizes, dtype",
     "fused, device ms": _FUSED,
@@ -31,8 +33,8 @@ COLUMNS = {
     "x compile": _TIMES,
     "x liger": _TIMES,
     "x eager again": "a second copy of eager in place of the first: what the two columns differ by is noise",
-    "wall x eager": "how many times as fast as eager by the wall clock, one call after another",
-    "host µs (eager's)": "until a call is queued",
+    "wall x eager": f"how many times as fast as eager by the wall clock, one call after another, {_ONE_CPU}",
+    "host µs (eager's)": "until a call is queued, likewise",
     "of copy speed": "the least bytes that the case must move, over its time, as a share of what a large copy reaches",
     "GEMMs alone, ms": "its matrix products and nothing else",
     "removed": "the share of (eager - GEMMs) that fusing took away, negative where it is slower",
@@ -43,8 +45,12 @@ COLUMNS = {
     "patched x": _STEPS,
     "compile x": _STEPS,
     "patched+compile x": _STEPS,
-    "patched x (device)": "the same by the sum of the step's kernels",
-    "full step x": "the same by the wall clock, gradient clipping and fused AdamW included",
+    "full step x": "the patched model's, gradient clipping and fused AdamW included",
+    "patched x (one CPU)": f"{_STEPS}, {_ONE_CPU}",
+    "full step x (one CPU)": f"the patched model's, gradient clipping and fused AdamW included, {_ONE_CPU}",
+    "compile x (one CPU)": f"{_STEPS}, {_ONE_CPU}",
+    "patched x (device)": _KERNELS,
+    "compile x (device)": _KERNELS,
     "peak memory x": "the most memory of the patched model over that of eager, parameters included; below 1 is less",
     "compile pays after": "steps until the time that compiling took is earned back; - where it is no faster",
 }
@@ -243,9 +249,10 @@ def model_rows(run: dict[str, Any]) -> list[list[str]]:
     """One row a model: step time, speed-ups by wall and device, memory, and what compiling costs first."""
     variants = ("patched", "compile", "patched+compile")
     present = [v for v in variants if any(v in r.get("variants", {}) for r in run["results"])]
-    head = ["model", "eager, ms", *(f"{v} x" for v in present), "patched x (device)", "full step x", "peak memory x"]
+    head = ["model", "eager, ms", *(f"{v} x" for v in present), "full step x"]
+    head += ["patched x (one CPU)", "full step x (one CPU)", "patched x (device)", "peak memory x"]
     if "compile" in present:
-        head.append("compile pays after")
+        head += ["compile x (one CPU)", "compile x (device)", "compile pays after"]
     rows = [head]
     for r in (r for r in run["results"] if r["case"] not in ("first-step", "lengths")):
         v = r.get("variants", {})
@@ -255,9 +262,10 @@ def model_rows(run: dict[str, Any]) -> list[list[str]]:
         eager = v["eager"]
         row = [r["case"], _number(eager["step_ms"]["median"])]
         row += [_ratio(_over(v, p, "step_ms")) for p in present]
-        row += [_ratio(_over(v, "patched", w)) for w in ("device_ms", "full_ms")]
+        row += [_ratio(_over(v, "patched", w)) for w in ("full_ms", "one_cpu_step_ms", "one_cpu_full_ms", "device_ms")]
         row.append(_ratio(1 / _over(v, "patched", "peak_bytes")))
         if "compile" in present:
+            row += [_ratio(_over(v, "compile", w)) for w in ("one_cpu_step_ms", "device_ms")]
             after = v.get("compile", {}).get("breaks_even_after")
             row.append("-" if after is None else f"{after:.0f} steps")
         rows.append(row)

@@ -7,10 +7,13 @@ walks several sets of inputs where one set would stay in the L2 cache.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +48,7 @@ class Timing:
 
     Attributes:
         device_ms: one step on the device. `how`: `"graph"`, or `"events"` (then host gaps are included).
-        wall_ms: one step, many in a row, synchronised at the end.
+        wall_ms: one step, many in a row, synchronised at the end; on a GPU with all threads on one CPU, as is host_us.
         host_us: what one step costs the host until everything is queued.
         peak_bytes: the most memory one step takes on top of its inputs.
         kept_bytes: what autograd keeps from forward to backward, without the parameters.
@@ -105,7 +108,8 @@ def compare(
             sync(device)
     if device == "cuda":
         _device_times(alive, sets, effort, timings)
-    _wall_times(alive, sets, effort, timings, device)
+    with one_cpu() if device == "cuda" else contextlib.nullcontext():
+        _wall_times(alive, sets, effort, timings, device)
     return timings
 
 
@@ -285,6 +289,32 @@ def seconds(step: Callable[[], Any], device: str) -> float:
     step()
     sync(device)
     return time.perf_counter() - begin
+
+
+@contextlib.contextmanager
+def one_cpu() -> Iterator[None]:
+    """This process's threads on one CPU, where the system can pin them: what a step asks of the host, at its best.
+
+    Forward and backward take turns in two threads, and a CPU that sleeps in between runs at half speed when woken.
+    """
+    tasks = Path("/proc/self/task")
+    if not (hasattr(os, "sched_setaffinity") and tasks.exists()):
+        yield
+        return
+    before = {}
+    for task in tasks.iterdir():
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            before[int(task.name)] = os.sched_getaffinity(int(task.name))
+    cpu = max(os.sched_getaffinity(0))
+    try:
+        for thread in before:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(thread, {cpu})
+        yield
+    finally:
+        for thread, cpus in before.items():
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(thread, cpus)
 
 
 def sync(device: str) -> None:

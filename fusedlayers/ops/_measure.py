@@ -5,6 +5,9 @@ costs the host more than eager's own ops, eager serves tensors so small that a n
 host; elsewhere the fused call is at least as fast at any size. So one small probe an op and direction decides,
 and builds only that op's own kernels.
 
+As in a network, one backward follows many calls, so what starts a backward counts little. It runs in the thread that
+measures: two that take turns wake each other, at a price that differs by a factor from one moment to the next.
+
 Nothing of the user's is touched: probes make their own tensors, draw nothing from any generator, and run outside
 autocast, but for those of ops that stand for what autocast does. A measurement is never made while a stream is
 captured, and never waits for another thread's.
@@ -33,7 +36,7 @@ from ..settings import settings
 from . import _table
 
 MARGIN = 1.03
-ROUNDS, CALLS = 7, 10
+ROUNDS, CALLS = 15, 10
 EAGER_PASSES = {True: 8, False: 4}
 """About how often eager's ops read or write the tensor, with a backward and without."""
 SLACK = 5
@@ -88,11 +91,11 @@ def _measured(op: str, device: torch.device) -> dict[str, Any]:
 
 def measure(op: str, device: torch.device) -> dict[str, Any]:
     """The runs of `op` in both directions, from one probe that takes turns between its routes."""
-    fn, args = getattr(importlib.import_module(f"{__package__}.{op}"), op), PROBES[op](device)
+    fn, calls = getattr(importlib.import_module(f"{__package__}.{op}"), op), [PROBES[op](device) for _ in range(CALLS)]
     routes: dict[str, Any] = {}
     for train in (True, False):
-        step = functools.partial(_step, fn, args, train, op in CASTING)
-        fused, eager = host_times(op, device, step, ({}, _table.REFERENCE))
+        step = functools.partial(_step, fn, calls, train, op in CASTING)
+        fused, eager = (us / CALLS for us in host_times(op, device, step, ({}, _table.REFERENCE)))
         for dtype, short in _table.NAMES.items():
             below = crossover(fused, eager, bandwidth(device), EAGER_PASSES[train] * dtype.itemsize)
             if below:
@@ -117,11 +120,10 @@ def host_times(op: str, device: torch.device, step: Callable[[], Any], entries: 
             with _table.in_force(key, entry):
                 torch.cuda.synchronize(device)
                 begin = time.perf_counter()
-                for _ in range(CALLS):
-                    step()
+                step()
                 torch.cuda.synchronize(device)
             if round_:  # the first one builds
-                best[i] = min(best[i], (time.perf_counter() - begin) / CALLS * 1e6)
+                best[i] = min(best[i], (time.perf_counter() - begin) * 1e6)
         ahead.settle()
     return best
 
@@ -133,15 +135,15 @@ def bandwidth(device: torch.device) -> float:
     return clock * 1e3 * 2 * width / 8 / 1e6 or 1e6
 
 
-def _step(fn: Callable[..., Any], args: Args, train: bool, casts: bool) -> None:
-    given = [t for a in args for t in (a if isinstance(a, tuple) else (a,))]
-    kind = next(t for t in given if isinstance(t, Tensor)).device.type
-    with torch.set_grad_enabled(train), torch.autocast(kind, torch.bfloat16, enabled=casts):
-        out = fn(*args)
-        outs = out if isinstance(out, tuple) else (out,)
+def _step(fn: Callable[..., Any], calls: Sequence[Args], train: bool, casts: bool) -> None:
+    """All `calls`, each on tensors of its own, then one backward through all of them."""
+    given = [t for args in calls for a in args for t in (a if isinstance(a, tuple) else (a,)) if isinstance(t, Tensor)]
+    autocast = torch.autocast(given[0].device.type, torch.bfloat16, enabled=casts)
+    with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(train), autocast:
+        found = [fn(*args) for args in calls]
         if train:
-            wanted = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
-            torch.autograd.grad(outs, wanted, [o.detach() for o in outs])
+            outs = [o for out in found for o in (out if isinstance(out, tuple) else (out,))]
+            torch.autograd.grad(outs, [t for t in given if t.requires_grad], [o.detach() for o in outs])
 
 
 def _values(device: torch.device, *shape: int, grad: bool = True) -> Tensor:
