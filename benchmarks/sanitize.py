@@ -13,9 +13,10 @@ import argparse
 import fnmatch
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -23,35 +24,55 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import fusedlayers as fl
 from fusedlayers import functional as fused
+from fusedlayers.ops import _overlap
 from fusedlayers.ops.layer_norm import dropout_layer_norm
 from tests.op_table import OPS, REPRESENTATIVE, activation
 
 SIZES = [((3,), 1), ((33,), 17), ((5, 7), 130), ((1,), 513)]
 DTYPES = [torch.float32, torch.bfloat16]
 
-Made = tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]
-"""Outputs, and the inputs that want a gradient."""
+Random = Callable[..., torch.Tensor]
+"""Makes an input of these sizes that wants a gradient."""
 
 
-def dropout_residual(rand: Callable[..., torch.Tensor], n: int) -> Made:
+def backward(outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    torch.autograd.grad(outs, inputs, [torch.ones_like(o) for o in outs])
+
+
+def dropout_residual(rand: Random, n: int) -> None:
     x, r, s = rand(33, n), rand(33, n), rand(n)
-    return (fused.scale_residual(x, r, s, dropout_p=0.3, training=True),), [x, r, s]
+    backward([fused.scale_residual(x, r, s, dropout_p=0.3, training=True)], [x, r, s])
 
 
-def dropout_norm(rand: Callable[..., torch.Tensor], n: int) -> Made:
+def dropout_norm(rand: Random, n: int) -> None:
     x, r, w, b = rand(33, n), rand(33, n), rand(n), rand(n)
-    return dropout_layer_norm(x, r, 0.3, True, (n,), w, b), [x, r, w, b]
+    backward(dropout_layer_norm(x, r, 0.3, True, (n,), w, b), [x, r, w, b])
 
 
-def channels_last_norm(rand: Callable[..., torch.Tensor], n: int) -> Made:
+def biased_dropout_norm(rand: Random, n: int) -> None:
+    """Whose backward sums a third gradient: that of the bias which was added to x."""
+    x, r, w, b, bias = rand(33, n), rand(33, n), rand(n), rand(n), rand(n)
+    backward(dropout_layer_norm(x, r, 0.3, True, (n,), w, b, shift=bias), [x, r, w, b, bias])
+
+
+def channels_last_norm(rand: Random, n: int) -> None:
     """Of channels that fit no tile, so that rows are walked several at a time."""
     x, w, b = rand(8, 8 * (n % 5 + 3), 16, 16), rand(8 * (n % 5 + 3)), rand(8 * (n % 5 + 3))
     images = x.to(memory_format=torch.channels_last)
-    return (fused.batch_norm_act(images, None, None, w, b, True, 0.1, 1e-5, "relu"),), [x, w, b]
+    backward([fused.batch_norm_act(images, None, None, w, b, True, 0.1, 1e-5, "relu")], [x, w, b])
 
 
-MORE = {f.__name__: f for f in (dropout_residual, dropout_norm, channels_last_norm)}
-"""What the table of ops has not: those that draw, and a layout."""
+def overlapped_mlp(rand: Random, n: int) -> None:
+    """Products with their activation behind them in one kernel, at a size that would not pay."""
+    x, w1, b1, w2, b2 = rand(n + 128, 256), rand(8 * n, 256), rand(8 * n), rand(256, 8 * n), rand(256)
+    with fl.settings(route="auto"), mock.patch.object(_overlap, "SMALLEST", 0):
+        backward([fused.mlp(x, w1, b1, w2, b2, "silu")], [x, w1, b1, w2, b2])
+
+
+MORE = {
+    f.__name__: f for f in (dropout_residual, dropout_norm, biased_dropout_norm, channels_last_norm, overlapped_mlp)
+}
+"""What the table of ops has not: those that draw, a layout, and a kernel that small products are not left to."""
 
 
 def main() -> int:
@@ -75,15 +96,14 @@ def main() -> int:
                 inputs = op.inputs(lead, n, dtype, options.device)
                 outs = op.fused(activation(act) if op.activated else None, *inputs)
                 outs = outs if isinstance(outs, tuple) else (outs,)
-                torch.autograd.grad(outs, inputs, [torch.ones_like(o) for o in outs])
+                backward(outs, inputs)
                 calls += 1
-        for make, n, dtype in itertools.product(more, (17, 24, 130), DTYPES):
+        for step, n, dtype in itertools.product(more, (17, 24, 130), DTYPES):
 
             def rand(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
                 return torch.randn(shape, device=options.device, dtype=dtype, requires_grad=True)
 
-            outs, inputs = make(rand, n)
-            torch.autograd.grad(outs, inputs, [torch.ones_like(o) for o in outs])
+            step(rand, n)
             calls += 1
     if options.device == "cuda":
         torch.cuda.synchronize()

@@ -131,7 +131,7 @@ def measure(workload: Workload, variants: Sequence[str], device: str) -> dict[st
         if where and device != "cuda":  # there it is the CPUs that compute
             continue
         with pinned:
-            for what, timed, rounds in (("step_ms", steps, 12), ("full_ms", full, 6)):
+            for what, timed, rounds in (("step_ms", steps, 8), ("full_ms", full, 4)):
                 for name, times in in_turns(timed, device, rounds).items():
                     found[name][where + what] = vars(times)
     for name, step in steps.items():  # last: a process that was profiled launches more slowly from then on
@@ -151,10 +151,13 @@ def measure(workload: Workload, variants: Sequence[str], device: str) -> dict[st
 
 
 def in_turns(steps: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, Spread]:
-    """Milliseconds a step, synchronised around a few steps, every variant in every round."""
+    """Milliseconds a step, synchronised around some steps, every variant in every round.
+
+    Enough steps for the host to run ahead, as it does in training, where nothing waits for a step's end.
+    """
     few = {}
     for name, step in steps.items():
-        few[name] = max(1, min(20, int(0.12 / max(seconds(step, device), 1e-4)))) if device == "cuda" else 1
+        few[name] = max(1, min(20, int(0.25 / max(seconds(step, device), 1e-4)))) if device == "cuda" else 1
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds if device == "cuda" else 2):
         for name, step in steps.items():
