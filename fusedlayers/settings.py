@@ -8,6 +8,7 @@ from typing import Any
 
 ROUTES = ("auto", "reference", "library", "triton")
 DROPOUTS = ("eager", "fast")
+_SWITCH = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
 def _default_cache() -> str:
@@ -50,14 +51,16 @@ class Settings:
     def __init__(self) -> None:
         env = os.environ
         self.__dict__.update(route="auto", dropout="eager", autotune=True, cache=_default_cache())
-        for name in ("route", "dropout"):
+        for name in ("route", "dropout", "autotune"):
             variable = f"FUSEDLAYERS_{name.upper()}"
             if variable in env:
+                value = env[variable]
                 try:
-                    self._set(**{name: env[variable]})
+                    if name == "autotune":
+                        _one_of(name, value.lower(), tuple(_SWITCH))
+                    self._set(**{name: _SWITCH[value.lower()] if name == "autotune" else value})
                 except ValueError as error:
                     raise ValueError(f"environment variable {variable}: {error}") from None
-        self._set(autotune=env.get("FUSEDLAYERS_AUTOTUNE", "1").lower() not in ("0", "false", "off"))
 
     def __call__(self, **values: Any) -> _Restore:
         before = {name: self.__dict__.get(name) for name in values}

@@ -28,6 +28,12 @@ def test_environment_variables_are_named(monkeypatch):
     monkeypatch.setenv("FUSEDLAYERS_DROPOUT", "fast")
     made = Settings()
     assert made.autotune is False and made.dropout == "fast"
+    monkeypatch.setenv("FUSEDLAYERS_AUTOTUNE", "True")
+    assert Settings().autotune is True
+    monkeypatch.setenv("FUSEDLAYERS_AUTOTUNE", "maybe")
+    with pytest.raises(ValueError, match="environment variable FUSEDLAYERS_AUTOTUNE: autotune must be one of '1', "):
+        Settings()
+    monkeypatch.setenv("FUSEDLAYERS_AUTOTUNE", "0")
     monkeypatch.setenv("FUSEDLAYERS_ROUTE", "gpu")
     with pytest.raises(ValueError, match="environment variable FUSEDLAYERS_ROUTE: route must be one of"):
         Settings()
