@@ -334,7 +334,8 @@ def group_norm_act(
     """`act(group_norm(x))`, the norm and the activation in one pass where a group fits a block, else two reads.
 
     Args:
-        x: `(N, C, *)`, any float dtype, contiguous or channels last without a copy; the result is laid out alike.
+        x: `(N, C, *)`, any float dtype, contiguous or channels last without a copy; the result is laid out alike, also
+            on a GPU, where torch's is contiguous (in a patched model it lies as torch's).
         num_groups: groups of adjacent channels, each normalised on its own.
         weight, bias: `(C,)` or `None`.
         eps: added to the variance.

@@ -30,10 +30,17 @@ def reference(
 
 
 def group_norm_act(
-    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: Activation
-) -> Tensor:
-    """See `functional.group_norm_act`."""
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: Activation,
+    as_eager: bool = False,
+) -> Tensor:  # fmt: skip
+    """See `functional.group_norm_act`.
+
+    `as_eager`: the result lies as torch's does, for who views it or draws in its order: on a GPU that is contiguous
+    where x is channels last, at the price of a pass that torch spends as well.
+    """
     if not _route.is_compiling():
+        if as_eager and type(x) is Tensor and x.dim() > 3 and not x.is_contiguous() and _makes_contiguous(x.device):
+            x = x.contiguous()
         tensors = (x, weight, bias)
         route, call = _route.pick(OP, tensors, plan=lambda: _prepare(x, num_groups, weight, bias, eps, act))
         if route == "triton":
@@ -292,6 +299,14 @@ def _prepare(
     return _cached_call(
         num_groups, eps, act, x.shape, x.stride(), x.dtype, params, device, torch.is_autocast_enabled(device)
     )
+
+
+@functools.cache
+def _makes_contiguous(device: torch.device) -> bool:
+    """Whether torch's group norm gives a contiguous result for a channels last input there."""
+    x = torch.empty(1, 2, 2, 2, device=device).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        return F.group_norm(x, 1).is_contiguous()
 
 
 def _suggests_channels_last(shape: Any, stride: Any) -> bool:

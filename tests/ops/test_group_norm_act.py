@@ -12,6 +12,7 @@ import fusedlayers as fl
 from fusedlayers.activations import get
 from fusedlayers.functional import group_norm_act
 from fusedlayers.ops.group_norm_act import Sizes, tiling
+from fusedlayers.ops.group_norm_act import group_norm_act as ops_group_norm_act
 from tests.harness import FLOATS, LAYOUTS, compare, laid_out, randn
 
 pytestmark = pytest.mark.usefixtures("forced")
@@ -104,9 +105,24 @@ def test_results_lie_contiguous_where_the_input_has_no_format(order, device):
 def test_images_one_pixel_wide_lie_as_eagers(stride, device):
     """Tokens that were made an image by `unsqueeze`: seen to stay channels last where torch's are contiguous."""
     x = torch.randn(24, device=device).as_strided((2, 4, 3, 1), stride)
-    got, want = (norm(2)(x, *inputs((2, 4), torch.float32, device)[1:]) for norm in (fused, eager))
+    weight, bias = inputs((2, 4), torch.float32, device)[1:]
+    got, want = ops_group_norm_act(x, 2, weight, bias, 1e-5, get("silu"), True), eager(2)(x, weight, bias)
     torch.testing.assert_close(got, want)
     assert got.stride()[:3] == want.stride()[:3]
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_results_lie_as_eagers_where_asked(contiguous, device, monkeypatch):
+    """On a GPU torch's are contiguous whatever the input; elsewhere the kernels are told that they are."""
+    if device == "cpu" and contiguous:
+        monkeypatch.setattr("fusedlayers.ops.group_norm_act._makes_contiguous", lambda device: True)
+    given = inputs((2, 6, 5, 7), torch.float32, device, last=True)
+    got = ops_group_norm_act(given[0], 3, *given[1:], 1e-5, get("silu"), True)
+    want = eager(3)(*given)
+    assert got.stride() == (want.contiguous() if contiguous else want).stride()
+    ours, theirs = (torch.autograd.grad(y.sum(), given) for y in (got, want))
+    for a, b in zip((got, *ours), (want, *theirs), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_gradients_of_any_stride(device):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from ... import functional as fused
-from ...activations import Activation
+from ...activations import Activation, get
+from ...ops.group_norm_act import group_norm_act
 from ..pattern import act, leaf, through, value
 from ..rule import Call, Match, Rule, register_rule
 
 
-def group_norm_act(norm: nn.GroupNorm, x: Tensor, activation: Activation | None) -> Tensor:
-    return fused.group_norm_act(x, norm.num_groups, norm.weight, norm.bias, norm.eps, activation)
+def norm_act(norm: Any, x: Tensor, activation: Activation | None) -> Tensor:
+    act = get("identity" if activation is None else activation)
+    return group_norm_act(x, norm.num_groups, norm.weight, norm.bias, norm.eps, act, as_eager=True)
 
 
 @register_rule
@@ -22,7 +25,7 @@ class GroupNormAct(Rule):
     priority = 10
 
     def fuse(self, m: Match) -> Call:
-        return m.call(group_norm_act, m.norm, m.x, m.act)
+        return m.call(norm_act, m.norm, m.x, m.act)
 
 
 @register_rule
@@ -32,4 +35,4 @@ class LoneGroupNorm(Rule):
     target = nn.GroupNorm
 
     def fuse(self, m: Match) -> Call:
-        return m.call(group_norm_act, m.own(), m.inputs["input"], None)
+        return m.call(norm_act, m.own(), m.inputs["input"], None)

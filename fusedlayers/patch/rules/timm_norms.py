@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import functional as fused
-from ...activations import Activation
 from ...ops.rms_norm import rms_norm
 from .. import effects
 from ..pattern import add, leaf, through, value
 from ..rule import Call, Match, Rule, register_rule
 from .batch_norm_act import _hold, _problem
+from .group_norm import norm_act
 
 RMS_NORM = "timm.layers.norm.RmsNorm"
 
@@ -65,10 +64,6 @@ class TimmRmsNorm(Rule):
         return m.call(timm_rms_norm, m.own("_fast_norm"), m.inputs["x"])
 
 
-def timm_group_norm_act(layer: Any, x: Tensor, activation: Activation | None) -> Tensor:
-    return fused.group_norm_act(x, layer.num_groups, layer.weight, layer.bias, layer.eps, activation)
-
-
 @register_rule
 class TimmGroupNormAct(Rule):
     """timm's group norm with its own activation."""
@@ -80,4 +75,4 @@ class TimmGroupNormAct(Rule):
         return _fast(m.module) or _problem(m.module)
 
     def fuse(self, m: Match) -> Call:
-        return m.call(timm_group_norm_act, m.own("_fast_norm"), m.inputs["x"], _hold(m))
+        return m.call(norm_act, m.own("_fast_norm"), m.inputs["x"], _hold(m))
