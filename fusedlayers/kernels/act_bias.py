@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .reduce import COUNTS
+
 
 @triton.jit
 def activate(z_ptr, y_ptr, numel, CT: tl.constexpr, ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
@@ -21,7 +23,7 @@ def activate(z_ptr, y_ptr, numel, CT: tl.constexpr, ACT: tl.constexpr, P0: tl.co
     tl.store(y_ptr + at, ACT(z, P0, P1).to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def act_bias_backward(
     g_ptr, kept_ptr, dz_ptr, h_ptr, partial_ptr, M, N, g_m, g_n, rows_per_block,
     CT: tl.constexpr, ACT: tl.constexpr, GRAD: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,

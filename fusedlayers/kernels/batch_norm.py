@@ -28,16 +28,13 @@ import triton
 import triton.language as tl
 
 from .affine import _grad_z
-from .reduce import mean_of, product
+from .reduce import COUNTS, mean_of, product
 
 # Where the second pass has its coefficients from (SOURCE): what was combined before it, its own block's sums, or the
 # running statistics
 SAVED, OWN, RUNNING = 0, 1, 2
 
 AGAIN, ONCE = tl.constexpr("evict_last"), tl.constexpr("evict_first")
-
-# No address is aligned by these, so a kernel serves all their values: a network's sites share more of them
-COUNTS = ["M", "rows_per", "K", "span"]
 
 
 @triton.jit

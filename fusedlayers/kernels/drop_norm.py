@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 
 from .norm import folded, grad_rows, norm_rows, normalised, store_sums, weight_of
-from .philox import keep_tile, state
+from .philox import DRAWN, keep_tile, state
+from .reduce import COUNTS
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "offset_low", "offset_high", "threshold", "threads"])
+@triton.jit(do_not_specialize=DRAWN, do_not_specialize_on_alignment=COUNTS)
 def forward(
     x_ptr, res_ptr, w_ptr, b_ptr, seed_ptr, offset_ptr, y_ptr, sum_ptr, stats_ptr,
     seed_low, seed_high, offset_low, offset_high, M, n_v, x_v, res_v, threshold, threads, keep_scale,
@@ -40,7 +41,7 @@ def forward(
               XT, CT, EPS, OFFSET, CENTER, CAST, HAS_W, HAS_B, WRITE_STATS)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "offset_low", "offset_high", "threshold", "threads"])
+@triton.jit(do_not_specialize=DRAWN, do_not_specialize_on_alignment=COUNTS)
 def backward(
     g_ptr, gsum_ptr, s_ptr, w_ptr, stats_ptr, seed_ptr, offset_ptr, dx_ptr, dres_ptr, partial_ptr,
     seed_low, seed_high, offset_low, offset_high, M, n_v, g_v, gsum_v, s_v, threshold, threads, keep_scale,

@@ -10,8 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .reduce import COUNTS
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def gated_forward(
     gate_ptr, up_ptr, y_ptr, M, N, gate_m, up_m,
     CT: tl.constexpr, ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -27,7 +29,7 @@ def gated_forward(
     tl.store(y_ptr + m * N + n, (ACT(gate, P0, P1) * up).to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def gated_backward(
     g_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, h_ptr, partial_ptr,
     M, N, gate_m, up_m, dgate_m, dup_m, rows_per_block, blocks_m,

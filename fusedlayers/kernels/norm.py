@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .reduce import mean_of, product
+from .reduce import COUNTS, mean_of, product
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def norm_rows(x, rows, in_rows, cols, in_cols, w_ptr, b_ptr, y_ptr, stats_ptr, M
     tl.store(y_ptr + rows[:, None] * N + cols, y.to(y_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward(
     x_ptr, res_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, stats_ptr, M, n_v, x_v, res_v,
     XT: tl.constexpr, CT: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, CENTER: tl.constexpr,
@@ -80,7 +80,7 @@ def forward(
               XT, CT, EPS, OFFSET, CENTER, CAST, HAS_W, HAS_B, WRITE_STATS)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward_long(
     x_ptr, res_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, stats_ptr, M, n_v, x_v, res_v,
     XT: tl.constexpr, CT: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, CENTER: tl.constexpr,
@@ -149,7 +149,7 @@ def grad_rows(g, xhat, rstd, w, N, CENTER: tl.constexpr, HAS_W: tl.constexpr):
     return dx * rstd
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def backward(
     g_ptr, gsum_ptr, s_ptr, w_ptr, stats_ptr, dx_ptr, dres_ptr, partial_ptr, M, n_v, g_v, gsum_v, s_v,
     CT: tl.constexpr, OFFSET: tl.constexpr, CENTER: tl.constexpr, HAS_GSUM: tl.constexpr, HAS_W: tl.constexpr,
@@ -224,7 +224,7 @@ def folded(t, AR: tl.constexpr, BR: tl.constexpr):
     return t
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def backward_long(
     g_ptr, gsum_ptr, s_ptr, w_ptr, stats_ptr, dx_ptr, dres_ptr, M, n_v, g_v, gsum_v, s_v,
     CT: tl.constexpr, OFFSET: tl.constexpr, CENTER: tl.constexpr, HAS_GSUM: tl.constexpr, HAS_W: tl.constexpr,
@@ -276,7 +276,7 @@ def _long_chunk(g_ptr, s_ptr, w_ptr, start, N, mean, rstd, CT: tl.constexpr, OFF
     return wg, x * rstd
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def backward_params(
     g_ptr, s_ptr, stats_ptr, partial_ptr, M, n_v, g_v, s_v, rows_per_block, blocks,
     CT: tl.constexpr, CENTER: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr, V: tl.constexpr,

@@ -19,6 +19,9 @@ import triton.language as tl
 # The kernels' DROP: none, torch's own mask, or one Philox call of seven rounds for eight elements
 OFF, EAGER, FAST = 0, 1, 2
 
+# What differs from call to call or with the size of a mask
+DRAWN = ["seed_low", "seed_high", "offset_low", "offset_high", "threshold", "threads"]
+
 
 @triton.jit
 def philox(k0, k1, c0, c1, c2, c3, ROUNDS: tl.constexpr):

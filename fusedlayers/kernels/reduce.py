@@ -12,6 +12,10 @@ from torch import Tensor
 from . import cdiv, next_power_of_2
 from .launch import Launch
 
+# Sizes that count rows, or blocks: no address is aligned by them, so one kernel serves all their values. Another batch
+# or another length of a sequence then builds nothing, and a network's sites share more kernels
+COUNTS = ["M", "R", "T", "K", "rows_per", "rows_per_block", "path_rows", "blocks", "span"]
+
 
 @triton.jit
 def mean_of(total, count):
@@ -49,7 +53,7 @@ def _summed(base, n, K, N, BK: tl.constexpr, BN: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["K"])
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def sum_partials(
     partial_ptr, first_ptr, second_ptr, third_ptr, K, N, FROM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr
 ):

@@ -59,7 +59,8 @@ def compile_kernel(
             types[parameter.name], values[(i,)] = "constexpr", kind
             continue
         types[parameter.name] = kind
-        if aligned and not kind.startswith("fp"):
+        specialized = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+        if aligned and specialized and not kind.startswith("fp"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     assert next(given, None) is None, "more types than parameters"
     if getattr(fn, "is_gluon", bool)():

@@ -382,6 +382,16 @@ FAMILIES = (act_bias, batch_norm, drop_norm, gated, group_norm, linear, projecti
 ENTRIES = [entry for family in FAMILIES for entry in family()]
 
 
+def test_another_number_of_rows_is_no_other_kernel():
+    """A kernel that only sequences of odd length needed was built in a late step, when one first came."""
+    affine = kernels.load("affine")
+    directions = (affine.forward_col, affine.forward_row, affine.backward_col, affine.backward_row)
+    launched = {e.fn for e in (*ENTRIES, *overlapped()) if not e.name.startswith("pack")} | set(directions)
+    rows = [(fn.fn.__name__, p) for fn in launched for p in fn.params if p.name in ("M", "R", "T")]
+    assert len(rows) > 20
+    assert not [(name, p.name) for name, p in rows if not (p.do_not_specialize or p.do_not_specialize_on_alignment)]
+
+
 @pytest.mark.parametrize("entry", list(overlapped()), ids=lambda e: e.name)
 def test_the_overlapped_product_compiles_for_hopper(entry):
     compiled = entry.compile(90)
