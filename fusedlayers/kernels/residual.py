@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from .philox import DRAWN, keep_tile, state
-from .reduce import COUNTS
 
 
 @triton.jit
@@ -33,7 +32,7 @@ def _factor(z, path_ptr, row, in_row, path_rows, N, first_col, k0, k1, calls, th
     return z
 
 
-@triton.jit(do_not_specialize=DRAWN, do_not_specialize_on_alignment=COUNTS)
+@triton.jit(do_not_specialize=DRAWN)
 def forward(
     x_ptr, res_ptr, scale_ptr, path_ptr, seed_ptr, offset_ptr, out_ptr,
     seed_low, seed_high, offset_low, offset_high,
@@ -77,7 +76,7 @@ def forward(
     tl.store(out_ptr + at, z.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=DRAWN, do_not_specialize_on_alignment=COUNTS)
+@triton.jit(do_not_specialize=DRAWN)
 def backward(
     g_ptr, x_ptr, scale_ptr, path_ptr, seed_ptr, offset_ptr, dx_ptr, partial_ptr,
     seed_low, seed_high, offset_low, offset_high,
