@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import KernelError, cdiv, load, next_power_of_2
+from ..settings import settings
 from . import _dropout, _route, _row_norm, _table
 from ._autograd import direct, hooked, needs_grad
 from ._dropout import Dropout, Rng
@@ -44,6 +45,9 @@ def drop_norm(
     if not training or p == 0.0:
         return row_norm(norm, shifted(x, shift), residual, weight, bias)
     if not _route.is_compiling():
+        if _chooses() and _table.known(SCALE_RESIDUAL, (x,), True) == "reference":  # before anything is prepared
+            s = F.dropout(shifted(x, shift), p, True) + residual
+            return row_norm(norm, s, None, weight, bias), s
         tensors, op = (x, residual, weight, bias), f"dropout_{norm.op}"
         plan = functools.partial(_prepare, norm, x, residual, weight, bias, p)
         route, call = _route.pick(op, tensors, plan=plan, auto=functools.partial(_worth, tensors), draws=True)
@@ -64,6 +68,16 @@ def drop_norm(
                 _route.failed(op, error)
     s = F.dropout(shifted(x, shift), p, True) + residual
     return norm.reference(s, weight, bias), s
+
+
+def left_to_eager(device: int, dtype: torch.dtype, numel: int) -> bool:
+    """Whether a dropout and an add of so many elements are known to be left to eager, and the norm with them apart."""
+    return _chooses() and _table.trained(SCALE_RESIDUAL, device, dtype, numel) == "reference"
+
+
+def _chooses() -> bool:
+    """Whether tables choose the route: neither the user nor a saved plan does."""
+    return settings.route == "auto" and _route.held.routes is None
 
 
 def _worth(tensors: tuple[Tensor | None, ...], call: _Call) -> str:

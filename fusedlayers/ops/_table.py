@@ -68,6 +68,12 @@ def known(op: str, tensors: Sequence[Tensor | None], draws: bool = False) -> str
     return infer
 
 
+def trained(op: str, device: int, dtype: torch.dtype, numel: int) -> str | None:
+    """Likewise for a call of this size with a backward, whose tensors there are not yet."""
+    pair = _entries.get((op, device), {}).get(dtype)
+    return None if pair is None else pair[1][numel.bit_length()]
+
+
 def settled(op: str, x: Tensor) -> bool:
     """Whether the table for the device of `x` was already looked up, so that `known` has said all there is."""
     return (op, x.get_device()) in _entries

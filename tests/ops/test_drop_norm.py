@@ -511,17 +511,19 @@ def test_small_sizes_follow_the_dropout_alone(device, forced, monkeypatch):
     """Where the table leaves a dropout and its add to eager, so is this one, and the norm takes its own route."""
     if forced != "triton":
         pytest.skip("no kernels here")
-    called = []
-    monkeypatch.setattr(_drop_norm, "scale_residual", lambda x, r, *_: called.append(True) or x + r)
+    prepared = []
+    monkeypatch.setattr(_drop_norm, "_prepare", lambda *a, right=_drop_norm._prepare: prepared.append(1) or right(*a))
     x, residual = (torch.randn(4, 16, device=device, requires_grad=True) for _ in range(2))
-    for entry, expected in ((_table.REFERENCE, [True]), ({}, [])):
-        called.clear()
+    for entry, norm, total in (
+        (_table.REFERENCE, "_RowNormBackward", "AddBackward0"), ({}, "_DropNormBackward", "_DropNormBackward"),
+    ):  # fmt: skip
+        prepared.clear()
         tables = (_table.in_force((op, x.get_device()), e) for op, e in (("scale_residual", entry), ("layer_norm", {})))
         with contextlib.ExitStack() as stack:
             for context in (fl.settings(route="auto", dropout="fast"), *tables):
                 stack.enter_context(context)
-            y, _ = dropout_layer_norm(x, residual, 0.5, True, (16,))
-        assert called == expected and y.grad_fn.name() == ("_RowNormBackward" if expected else "_DropNormBackward")
+            y, s = dropout_layer_norm(x, residual, 0.5, True, (16,))
+        assert (y.grad_fn.name(), s.grad_fn.name()) == (norm, total) and len(prepared) == (not entry)
 
 
 @pytest.mark.parametrize("operand", ["x", "residual"])

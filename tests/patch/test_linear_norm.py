@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers.ops import _route
+from fusedlayers.ops import _route, _table
 from fusedlayers.patch.rules import _left_bias, linear_batch_norm, linear_norm
 
 from .models import assert_same, twin
@@ -105,6 +105,17 @@ def test_small_results_keep_their_pass(monkeypatch, joined):
     monkeypatch.setattr(linear_norm, "SMALLEST", ROWS.numel() + 1)
     fl.patch_model(model())(ROWS)
     assert [shift for _, shift in joined] == [None]
+
+
+def test_what_the_table_leaves_to_eager_keeps_its_bias(joined):
+    """Its norm runs apart, and a bias left to that would cost a function of its own."""
+    with _table.in_force(("scale_residual", -1), _table.REFERENCE):
+        fl.patch_model(model())(ROWS)
+        assert [shift for _, shift in joined] == [None]
+        del joined[:]
+        with fl.settings(route="library"):
+            fl.patch_model(model())(ROWS)
+        assert [shift is not None for _, shift in joined] == [True]
 
 
 def test_a_residual_that_broadcasts(joined):

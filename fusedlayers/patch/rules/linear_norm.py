@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from ... import functional as fused
 from ...activations import Activation
 from ...nn._children import stored
+from ...ops._drop_norm import left_to_eager
+from ...ops._gemm import autocast_dtype
 from .. import effects
 from ..pattern import State, leaf, value
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
@@ -71,7 +73,10 @@ def _leaves_bias(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
     """Whether the norm of `drop(x @ ... @ weight.T + bias) + residual` is to give the bias its gradient."""
     if not p or not may_leave_bias(x, weight, bias):
         return False
-    return residual.numel() >= SMALLEST and residual.shape == (*x.shape[:-1], weight.shape[0])
+    if residual.numel() < SMALLEST or residual.shape != (*x.shape[:-1], weight.shape[0]):
+        return False
+    dtype = autocast_dtype(x) or x.dtype
+    return not left_to_eager(x.get_device(), dtype, residual.numel())  # whose norm has no such sum at hand
 
 
 def _linear_problem(m: Match) -> str | None:
