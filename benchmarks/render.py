@@ -20,6 +20,7 @@ from fusedlayers.bench import plots, report  # noqa: E402
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 KINDS = {"models": "Training steps of whole networks", "layers": "Whole layers", "ops": "Ops"}
 OTHERS = {
+    "models-again": "Four of the networks in another run, on a faster host",
     "models-compile": "Training steps beside torch.compile",
     "batch-norm": "Batch norms of ResNet-50",
     "row-norms": "Layer and RMS norms, forward and backward apart",
@@ -29,6 +30,7 @@ OTHERS = {
 }
 ABOUT = {
     "models": "Forward, loss and backward under bf16 autocast.",
+    "models-again": "21 minutes before the run above, on another machine of the same kind, whose host was faster.",
     "batch-norm": """\
 Milliseconds, bf16, channels_last, batch 256.
 

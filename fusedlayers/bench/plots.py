@@ -28,12 +28,16 @@ def draw(run: dict[str, Any], path: str | Path) -> list[Path]:
 
 
 def bars(run: dict[str, Any], path: Path) -> Path | None:
-    """How many times faster than eager each contender is, one group of bars a case."""
+    """How many times faster than eager each contender is, one group of bars a case; a network by both clocks."""
     what = "device_ms" if run.get("ceilings") else "wall_ms"
     rows: list[tuple[str, dict[str, float]]] = []
     for r in run["results"]:
         if "variants" in r:
-            shown = {n: _speed_up(r["variants"], n) for n in r["variants"] if n != "eager"}
+            shown = {
+                f"{n}, {clock}": _speed_up(r["variants"], n, key)
+                for n in r["variants"] if n != "eager"
+                for clock, key in (("device", "device_ms"), ("wall", "step_ms"))
+            }  # fmt: skip
         else:
             names = [n for n in r.get("peers", {}) if n in ("fused", "compile", "liger")]
             shown = {n: ratio(r, "eager", n, what) for n in names}
@@ -49,14 +53,15 @@ def bars(run: dict[str, Any], path: Path) -> Path | None:
     for i, name in enumerate(names):
         at = [k + (i - (len(names) - 1) / 2) * thick for k, (_, shown) in enumerate(rows) if name in shown]
         values = [shown[name] for _, shown in rows if name in shown]
-        drawn = axes.barh(at, values, thick, label=name, color=COLOURS.get(name))
+        who, _, clock = name.partition(", ")
+        drawn = axes.barh(at, values, thick, label=name, color=COLOURS.get(who), alpha=0.45 if clock == "wall" else 1)
         axes.bar_label(drawn, fmt="%.2f", fontsize=6, padding=2)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [case for case, _ in rows], fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlabel(f"times faster than eager ({'wall' if 'models' in run['kind'] else what[:-3]} time)")
+    axes.set_xlabel("times faster than eager" + ("" if "models" in run["kind"] else f" ({what[:-3]} time)"))
     axes.set_title(_where(run), fontsize=8)
-    axes.legend(fontsize=7, loc="lower right")
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axes.spines[["top", "right"]].set_visible(False)
     return _saved(figure, path)
 
@@ -108,11 +113,12 @@ def roofline(
     return _saved(figure, Path(path))
 
 
-def _speed_up(variants: dict[str, Any], name: str) -> float:
+def _speed_up(variants: dict[str, Any], name: str, what: str) -> float:
     try:
-        return variants["eager"]["step_ms"]["median"] / variants[name]["step_ms"]["median"]
-    except (KeyError, TypeError):
+        eager, other = (variants[n][what] for n in ("eager", name))
+    except KeyError:
         return math.nan
+    return eager["median"] / other["median"] if isinstance(eager, dict) else eager / other
 
 
 def _where(run: dict[str, Any]) -> str:
