@@ -51,14 +51,11 @@ class Settings:
     def __init__(self) -> None:
         env = os.environ
         self.__dict__.update(route="auto", dropout="eager", autotune=True, cache=_default_cache())
-        for name in ("route", "dropout", "autotune"):
+        for name, read in (("route", str), ("dropout", str), ("autotune", _switch)):
             variable = f"FUSEDLAYERS_{name.upper()}"
             if variable in env:
-                value = env[variable]
                 try:
-                    if name == "autotune":
-                        _one_of(name, value.lower(), tuple(_SWITCH))
-                    self._set(**{name: _SWITCH[value.lower()] if name == "autotune" else value})
+                    self._set(**{name: read(env[variable])})
                 except ValueError as error:
                     raise ValueError(f"environment variable {variable}: {error}") from None
 
@@ -90,6 +87,11 @@ class Settings:
 
     def __repr__(self) -> str:
         return "settings(" + ", ".join(f"{k}={v!r}" for k, v in self.__dict__.items()) + ")"
+
+
+def _switch(value: str) -> bool:
+    _one_of("autotune", value.lower(), tuple(_SWITCH))
+    return _SWITCH[value.lower()]
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

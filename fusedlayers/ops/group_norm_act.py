@@ -39,8 +39,9 @@ def group_norm_act(
     where x is channels last, at the price of a pass that torch spends as well.
     """
     if not _route.is_compiling():
-        if as_eager and type(x) is Tensor and x.dim() > 3 and not x.is_contiguous() and _makes_contiguous(x.device):
-            x = x.contiguous()
+        if as_eager and type(x) is Tensor and x.dim() > 3 and not x.is_contiguous():
+            if _route.intercepted() is None and _makes_contiguous(x.device):
+                x = x.contiguous()
         tensors = (x, weight, bias)
         route, call = _route.pick(OP, tensors, plan=lambda: _prepare(x, num_groups, weight, bias, eps, act))
         if route == "triton":
