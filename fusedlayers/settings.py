@@ -32,8 +32,8 @@ class _Restore:
 class Settings:
     """`fl.settings(route="reference")` sets; as a context manager it restores; `fl.settings.route` reads.
 
-    Process-wide, like `torch.backends`, so that the threads that run backward see it. Environment variables
-    (`FUSEDLAYERS_ROUTE`, `FUSEDLAYERS_DROPOUT`, `FUSEDLAYERS_AUTOTUNE`, `FUSEDLAYERS_CACHE`) give the defaults.
+    Process-wide, like `torch.backends`, so that the threads that run backward see it. Environment variables that are
+    not empty (`FUSEDLAYERS_ROUTE`, `FUSEDLAYERS_DROPOUT`, `FUSEDLAYERS_AUTOTUNE`, `FUSEDLAYERS_CACHE`) give the defaults.
 
     Attributes:
         route: `"auto"`, `"reference"` (plain PyTorch), `"library"` (vendor epilogues where there are any, else plain
@@ -53,7 +53,7 @@ class Settings:
         self.__dict__.update(route="auto", dropout="eager", autotune=True, cache=_default_cache())
         for name, read in (("route", str), ("dropout", str), ("autotune", _switch)):
             variable = f"FUSEDLAYERS_{name.upper()}"
-            if variable in env:
+            if env.get(variable):  # empty is how many say that it is not set
                 try:
                     self._set(**{name: read(env[variable])})
                 except ValueError as error:

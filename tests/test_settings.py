@@ -28,6 +28,10 @@ def test_environment_variables_are_named(monkeypatch):
     monkeypatch.setenv("FUSEDLAYERS_DROPOUT", "fast")
     made = Settings()
     assert made.autotune is False and made.dropout == "fast"
+    for variable in ("FUSEDLAYERS_ROUTE", "FUSEDLAYERS_DROPOUT", "FUSEDLAYERS_AUTOTUNE"):
+        monkeypatch.setenv(variable, "")
+    made = Settings()
+    assert (made.route, made.dropout, made.autotune) == ("auto", "eager", True)
     monkeypatch.setenv("FUSEDLAYERS_AUTOTUNE", "True")
     assert Settings().autotune is True
     monkeypatch.setenv("FUSEDLAYERS_AUTOTUNE", "maybe")

@@ -57,13 +57,13 @@ def _steps(workload: Workload, name: str, device: str, budget: Budget) -> dict[s
             first.append(step(lengths[len(first)]))
 
     go_on(SETTLED)
-    if len(first) < SETTLED or budget.left < until:
-        return {"steps": len(first), "first_ten_steps_s": sum(first) / 1e3, "skipped": LATE}
     with one_cpu() if device == "cuda" else contextlib.nullcontext():
         built = kernels_built()
         go_on(steps)
         built = kernels_built() - built
         del lengths[len(first) :]
+        if len(first) <= SETTLED:
+            return {"steps": len(first), "first_ten_steps_s": sum(first) / 1e3, "skipped": LATE}
         usual = {n: statistics.median(step(n) for _ in range(4)) for n in sorted(set(lengths))}
     late = [t / usual[n] for t, n in zip(first[SETTLED:], lengths[SETTLED:], strict=True)]
     return {

@@ -301,20 +301,18 @@ def one_cpu() -> Iterator[None]:
     if not (hasattr(os, "sched_setaffinity") and tasks.exists()):
         yield
         return
+    own = os.sched_getaffinity(0)
     before = {}
-    for task in tasks.iterdir():
-        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
-            before[int(task.name)] = os.sched_getaffinity(int(task.name))
-    cpu = max(os.sched_getaffinity(0))
     try:
-        for thread in before:
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(thread, {cpu})
+        for thread in (int(task.name) for task in tasks.iterdir()):
+            with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+                before[thread] = os.sched_getaffinity(thread)
+                os.sched_setaffinity(thread, {max(own)})
         yield
     finally:
-        for thread, cpus in before.items():
+        for thread in (int(task.name) for task in tasks.iterdir()):
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(thread, cpus)
+                os.sched_setaffinity(thread, before.get(thread, own))
 
 
 def sync(device: str) -> None:

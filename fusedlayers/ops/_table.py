@@ -57,7 +57,10 @@ def known(op: str, tensors: Sequence[Tensor | None], draws: bool = False) -> str
     entry = _entries.get((op, x.get_device()))
     if not entry or (pair := entry.get(x.dtype)) is None:
         return None
-    bits = x.numel().bit_length()
+    numel = x.numel()
+    if type(numel) is not int:  # torch.jit traces it
+        return None
+    bits = numel.bit_length()
     infer, train = pair[0][bits], pair[1][bits]
     if infer is train or draws:
         return train

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..activations import Activation
 from ..kernels import KernelError, cdiv, load, next_power_of_2
@@ -20,6 +20,7 @@ from ._layout import dense_stride, memory_order, with_strides
 
 OP = "group_norm_act"
 _NOTHING, _RECOMPUTE = 0, 1  # the kernels' MASK
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def reference(
@@ -39,9 +40,8 @@ def group_norm_act(
     where x is channels last, at the price of a pass that torch spends as well.
     """
     if not _route.is_compiling():
-        if as_eager and type(x) is Tensor and x.dim() > 3 and not x.is_contiguous():
-            if _route.intercepted() is None and _makes_contiguous(x.device):
-                x = x.contiguous()
+        if as_eager and type(x) in _PLAIN and x.dim() > 3 and _makes_contiguous(x) and _route.intercepted() is None:
+            x = x.contiguous()
         tensors = (x, weight, bias)
         route, call = _route.pick(OP, tensors, plan=lambda: _prepare(x, num_groups, weight, bias, eps, act))
         if route == "triton":
@@ -302,12 +302,9 @@ def _prepare(
     )
 
 
-@functools.cache
-def _makes_contiguous(device: torch.device) -> bool:
-    """Whether torch's group norm gives a contiguous result for a channels last input there."""
-    x = torch.empty(1, 2, 2, 2, device=device).to(memory_format=torch.channels_last)
-    with torch.no_grad():
-        return F.group_norm(x, 1).is_contiguous()
+def _makes_contiguous(x: Tensor) -> bool:
+    """Whether torch's group norm gives a contiguous result where x lies, whatever its format."""
+    return x.is_cuda  # asking torch instead would show to whatever records the user's ops
 
 
 def _suggests_channels_last(shape: Any, stride: Any) -> bool:

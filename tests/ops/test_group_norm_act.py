@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import fusedlayers as fl
 from fusedlayers.activations import get
@@ -112,11 +113,13 @@ def test_images_one_pixel_wide_lie_as_eagers(stride, device):
 
 
 @pytest.mark.parametrize("contiguous", [False, True])
-def test_results_lie_as_eagers_where_asked(contiguous, device, monkeypatch):
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
+def test_results_lie_as_eagers_where_asked(kind, contiguous, device, monkeypatch):
     """On a GPU torch's are contiguous whatever the input; elsewhere the kernels are told that they are."""
     if device == "cpu" and contiguous:
-        monkeypatch.setattr("fusedlayers.ops.group_norm_act._makes_contiguous", lambda device: True)
+        monkeypatch.setattr("fusedlayers.ops.group_norm_act._makes_contiguous", lambda x: True)
     given = inputs((2, 6, 5, 7), torch.float32, device, last=True)
+    given = (given[0] if kind is torch.Tensor else nn.Parameter(given[0].detach()), *given[1:])
     got = ops_group_norm_act(given[0], 3, *given[1:], 1e-5, get("silu"), True)
     want = eager(3)(*given)
     assert got.stride() == (want.contiguous() if contiguous else want).stride()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import fusedlayers as fl
 from fusedlayers import kernels
@@ -221,7 +222,7 @@ def test_probes_run_on_every_route_and_draw_no_random_number(op, monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
         monkeypatch.setattr(_measure, "bandwidth", lambda device: 1e6)
     monkeypatch.setattr(_measure, "ROUNDS", 1)
-    monkeypatch.setattr(_measure, "CALLS", 1)
+    monkeypatch.setattr(_measure, "CALLS", 2)
     before = torch.get_rng_state()
     with fl.settings(route="auto"):
         routes = _measure.measure(op, device)
@@ -230,6 +231,28 @@ def test_probes_run_on_every_route_and_draw_no_random_number(op, monkeypatch):
         assert torch.equal(torch.cuda.get_rng_state(), states)
     assert all(key.startswith(f"{op}/") for key in routes) and isinstance(_table.parse(op, routes), dict)
     assert (op, -1) not in _table._entries or not _table._entries[op, -1]
+
+
+class PostNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.drop, self.norm = nn.Linear(16, 16), nn.Dropout(0.3), nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.norm(self.drop(self.fc(x)) + x)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "scale_residual"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_size_that_torch_jit_traces_is_in_no_table(op):
+    patched, x = fl.patch_model(PostNorm()), torch.randn(3, 5, 16)
+    with _table.in_force((op, -1), _table.REFERENCE):
+        traced = torch.jit.trace(patched, x, check_trace=False)
+    ys = []
+    for m in (traced, patched):
+        torch.manual_seed(0)
+        ys.append(m(x))
+    torch.testing.assert_close(*ys)
 
 
 def test_a_traced_value_is_asked_nothing():
