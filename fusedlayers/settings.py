@@ -32,8 +32,8 @@ class _Restore:
 class Settings:
     """`fl.settings(route="reference")` sets; as a context manager it restores; `fl.settings.route` reads.
 
-    Process-wide, like `torch.backends`, so that the threads that run backward see it. Environment variables that are
-    not empty (`FUSEDLAYERS_ROUTE`, `FUSEDLAYERS_DROPOUT`, `FUSEDLAYERS_AUTOTUNE`, `FUSEDLAYERS_CACHE`) give the defaults.
+    Process-wide, like `torch.backends`, so that the threads that run backward see it. Environment variables, where not
+    empty, give the defaults: `FUSEDLAYERS_ROUTE`, `FUSEDLAYERS_DROPOUT`, `FUSEDLAYERS_AUTOTUNE`, `FUSEDLAYERS_CACHE`.
 
     Attributes:
         route: `"auto"`, `"reference"` (plain PyTorch), `"library"` (vendor epilogues where there are any, else plain
