@@ -30,7 +30,8 @@ OTHERS = {
 }
 ABOUT = {
     "models": "Forward, loss and backward under bf16 autocast.",
-    "models-again": "21 minutes before the run above, on another machine of the same kind, whose host was faster.",
+    "models-again": "On another machine of the same kind, whose host was faster; older than the run of all networks.",
+    "models-compile": "By the code and the routes of the dates below, which are older than those above.",
     "batch-norm": """\
 Milliseconds, bf16, channels_last, batch 256.
 
@@ -57,7 +58,9 @@ bf16, 65536 rows of 1024. `fast` draws masks of its own, where the others draw e
 - `host_us`: until the call is queued; `peak_bytes`: the most memory on top of the inputs
 - `notes`: what failed""",
     "grid": "With the routes that a user gets. Below: the smallest ratios to eager, by the best of the rounds.",
-    "grid-triton": "Not what a user gets: the routes that lose here are what the shipped table sends to eager.",
+    "grid-triton": """\
+Not what a user gets: norms and residuals that lose here are what the shipped table sends to eager; linear layers take
+the vendor's product by themselves.""",
 }
 
 

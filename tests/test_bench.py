@@ -251,7 +251,7 @@ def test_notes_beside_the_models():
     ]}  # fmt: skip
     first, second = report.model_notes(found)
     assert "5.0 s with a cold cache, not measured with a warm one" in first
-    assert "0 of this library's kernels built" in second and "1.25 times" in second
+    assert "0 of this library's kernels built" in second and "1.25 times" in second and "12.3 ms" in second
     assert len(report.model_rows(found)) == 1 and report.brief(found)[1:] == [first, second]
 
 

@@ -86,6 +86,17 @@ def test_what_pays_is_kept_and_what_does_not_is_undone(net, times):
     assert str(report).startswith("3 of 6 fused sites kept") and json.dumps(report.to_dict())
 
 
+def test_what_is_tuned_is_timed_again_where_it_is_another_model(net, times, monkeypatch):
+    steps = iter([3.0, 2.0, 1.0])
+    monkeypatch.setattr(tuning, "_step_ms", lambda *_: next(steps))
+    times.update(pair=[2.0, 3.0, 2.0, 3.0], head=[1.0, 2.0], rest=1.4)
+    report = tune(net, torch.randn(4, 8))
+    assert not report.undone and report.step_ms == {"original": 3.0, "patched": 2.0, "tuned": 2.0}
+    steps = iter([3.0, 2.0, 1.0])
+    times.update(head=[1.0, 0.9])
+    assert tune(net, torch.randn(4, 8)).step_ms["tuned"] == 1.0
+
+
 def test_sites_that_share_a_layer_are_not_timed_one_by_one(times):
     class Twice(nn.Module):
         def __init__(self):
