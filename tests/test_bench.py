@@ -176,6 +176,24 @@ def test_random_lengths_count_the_kernels_built(monkeypatch):
     monkeypatch.setattr(lengths, "seconds", lambda step, device: setattr(late, "left", 13.0) or 0.5)
     cut_off = lengths._steps(small, "eager", "cpu", late)
     assert cut_off == {"steps": 1, "first_ten_steps_s": 0.5, "skipped": "the time budget was used up"}
+    for used_up, steps in ((10, 10), (12, 12), (14, 12)):  # after ten, after all, among the repetitions
+        taken: list[int] = []
+        late = SimpleNamespace(left=40.0)
+
+        def seconds(step, device, taken=taken, late=late, used_up=used_up):
+            taken.append(1)
+            late.left = -1.0 if len(taken) >= used_up else 40.0
+            return 0.5
+
+        monkeypatch.setattr(lengths, "seconds", seconds)
+        cut_off = lengths._steps(small, "eager", "cpu", late)
+        assert cut_off["steps"] == steps and cut_off["skipped"] and len(taken) <= max(12, used_up + 2)
+
+
+def test_bars_of_what_was_not_measured(tmp_path):
+    nothing = {"eager": {"step_ms": None, "device_ms": 0.0}, "patched": {"step_ms": {"median": 1.0}, "device_ms": 0.0}}
+    run = {"kind": "models", "results": [{"case": "a", "variants": nothing}]}
+    assert plots.bars(run, tmp_path / "a.png") is None
 
 
 def test_a_first_step_is_timed(monkeypatch):
@@ -245,14 +263,16 @@ def test_what_is_timed_waits_for_builds_under_way(monkeypatch):
 
 def test_notes_beside_the_models():
     patched = {"kernels_built_after_ten_steps": 0, "worst_step_over_its_median": 1.25, "mean_step_ms": 12.3}
-    lengths_ = {"patched": {**patched, "first_ten_steps_s": 2.0}, "compile": {"skipped": "no time"}}
+    patched |= {"first_ten_steps_s": 2.0, "one_cpu": True}
+    lengths_ = {"eager": patched, "patched": {**patched, "after": ["eager"]}, "compile": {"skipped": "no time"}}
     found = {"kind": "models", "results": [
         {"case": "first-step", "added_cold_s": 5.04, "added_warm_s": None}, {"case": "lengths", "lengths": lengths_},
     ]}  # fmt: skip
-    first, second = report.model_notes(found)
+    first, alone, second = report.model_notes(found)
     assert "5.0 s with a cold cache, not measured with a warm one" in first
-    assert "0 of this library's kernels built" in second and "1.25 times" in second and "12.3 ms" in second
-    assert len(report.model_rows(found)) == 1 and report.brief(found)[1:] == [first, second]
+    assert "12.3 ms a step, the mean of each length's median on one CPU." in alone
+    assert "1.25 times its length's median (eager had run the same lengths); 0 of this library's kernels were" in second
+    assert len(report.model_rows(found)) == 1 and report.brief(found)[1:] == [first, alone, second]
 
 
 @pytest.mark.parametrize(

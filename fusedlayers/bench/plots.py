@@ -116,9 +116,9 @@ def roofline(
 def _speed_up(variants: dict[str, Any], name: str, what: str) -> float:
     try:
         eager, other = (variants[n][what] for n in ("eager", name))
-    except KeyError:
+        return eager["median"] / other["median"] if isinstance(eager, dict) else eager / other
+    except (KeyError, TypeError, ZeroDivisionError):  # not measured, or a profile without kernels
         return math.nan
-    return eager["median"] / other["median"] if isinstance(eager, dict) else eager / other
 
 
 def _where(run: dict[str, Any]) -> str:

@@ -285,11 +285,13 @@ def model_notes(run: dict[str, Any]) -> list[str]:
         for name, found in r.get("lengths", {}).items():
             if "mean_step_ms" in found:
                 line = f"BERT-base, {found.get('steps', 100)} batches of random length, {name}: "
-                line += f"{_number(found['mean_step_ms'])} ms a step, the mean of each length's median on one CPU"
-                if name != "eager":  # which runs first, and pays for what its libraries look for once
-                    line += f"; slowest step after ten {found['worst_step_over_its_median']:.2f} times that median"
+                where = " on one CPU" if found.get("one_cpu") else ""
+                line += f"{_number(found['mean_step_ms'])} ms a step, the mean of each length's median{where}"
+                if found.get("after"):  # the first pays for what the libraries look for once a length
+                    line += f"; its slowest step after ten took {found['worst_step_over_its_median']:.2f} times its "
+                    line += f"length's median ({' and '.join(found['after'])} had run the same lengths)"
                 if name == "patched":
-                    line += f", {found['kernels_built_after_ten_steps']} of this library's kernels built since"
+                    line += f"; {found['kernels_built_after_ten_steps']} of this library's kernels were built after ten"
                 lines.append(f"{line}.")
     return lines
 

@@ -295,24 +295,26 @@ def seconds(step: Callable[[], Any], device: str) -> float:
 def one_cpu() -> Iterator[None]:
     """This process's threads on one CPU, where the system can pin them: what a step asks of the host, at its best.
 
-    Forward and backward take turns in two threads, and a CPU that sleeps in between runs at half speed when woken.
+    Forward and backward take turns in two threads, and a CPU that sleeps in between runs at half speed when woken. What
+    is born inside is born there: threads are let go at the end, processes are not.
     """
     tasks = Path("/proc/self/task")
     if not (hasattr(os, "sched_setaffinity") and tasks.exists()):
         yield
         return
-    own = os.sched_getaffinity(0)
+    only = {max(os.sched_getaffinity(0))}
     before = {}
     try:
         for thread in (int(task.name) for task in tasks.iterdir()):
             with contextlib.suppress(OSError):  # a thread that has ended meanwhile
                 before[thread] = os.sched_getaffinity(thread)
-                os.sched_setaffinity(thread, {max(own)})
+                os.sched_setaffinity(thread, only)
         yield
     finally:
         for thread in (int(task.name) for task in tasks.iterdir()):
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(thread, before.get(thread, own))
+                if os.sched_getaffinity(thread) == only:  # a new one as the main thread is
+                    os.sched_setaffinity(thread, before.get(thread, before.get(os.getpid(), only)))
 
 
 def sync(device: str) -> None:

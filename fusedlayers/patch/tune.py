@@ -47,7 +47,8 @@ class TuneReport:
 
     Attributes:
         records: one a site.
-        step_ms: the whole step: `original`, `patched` (as it was before) and `tuned`, medians.
+        step_ms: the whole step: `original`, `patched` (as it was before) and `tuned` (where nothing was undone that of
+            `patched`), medians.
         plan: what was kept, for `patch_model(plan=...)`.
     """
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedlayers as fl
 from fusedlayers.activations import get
@@ -126,6 +127,20 @@ def test_results_lie_as_eagers_where_asked(kind, contiguous, device, monkeypatch
     ours, theirs = (torch.autograd.grad(y.sum(), given) for y in (got, want))
     for a, b in zip((got, *ours), (want, *theirs), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_who_looks_at_each_op_sees_eagers_alone(monkeypatch):
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            names.append(op.overloadpacket.__name__)
+            return op(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    monkeypatch.setattr("fusedlayers.ops.group_norm_act._makes_contiguous", lambda x: True)
+    x, weight, bias = (t.detach() for t in inputs((2, 6, 5, 7), torch.float32, "cpu", last=True))
+    with fl.settings(route="auto"), Seen():
+        ops_group_norm_act(x, 3, weight, bias, 1e-5, get("silu"), True)
+    assert names == ["native_group_norm", "silu"]
 
 
 def test_gradients_of_any_stride(device):

@@ -242,7 +242,7 @@ class PostNorm(nn.Module):
         return self.norm(self.drop(self.fc(x)) + x)
 
 
-@pytest.mark.parametrize("op", ["layer_norm", "scale_residual"])
+@pytest.mark.parametrize("op", ["dropout_layer_norm", "scale_residual"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_size_that_torch_jit_traces_is_in_no_table(op):
     patched, x = fl.patch_model(PostNorm()), torch.randn(3, 5, 16)
