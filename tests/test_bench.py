@@ -240,7 +240,7 @@ def test_one_cpu_for_all_threads_and_all_as_before_afterwards():
     tasks = (threading.get_native_id(), other.native_id)
     before = [os.sched_getaffinity(t) for t in tasks]
     try:
-        with one_cpu():
+        with one_cpu("cuda"):
             inside = [os.sched_getaffinity(t) for t in tasks]
             late = threading.Thread(target=ended.wait)
             late.start()

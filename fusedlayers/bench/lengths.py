@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import statistics
 from collections.abc import Iterator, Sequence
@@ -59,15 +58,18 @@ def _steps(workload: Workload, name: str, device: str, budget: Budget) -> dict[s
             first.append(step(lengths[len(first)]))
 
     go_on(SETTLED)
-    with one_cpu() if device == "cuda" else contextlib.nullcontext():
+    with one_cpu(device):
         built = kernels_built()
         go_on(steps)
         built = kernels_built() - built
         del lengths[len(first) :]
+        cut_off = {"steps": len(first), "first_ten_steps_s": sum(first) / 1e3, "skipped": LATE}
+        if len(first) <= SETTLED:
+            return cut_off
         usual: dict[int, float] = {}
         for n in sorted(set(lengths)):
-            if len(first) <= SETTLED or budget.left < 0:
-                return {"steps": len(first), "first_ten_steps_s": sum(first) / 1e3, "skipped": LATE}
+            if budget.left < 0:
+                return cut_off
             usual[n] = statistics.median(step(n) for _ in range(4))
     late = [t / usual[n] for t, n in zip(first[SETTLED:], lengths[SETTLED:], strict=True)]
     return {

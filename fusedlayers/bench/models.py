@@ -127,10 +127,9 @@ def measure(workload: Workload, variants: Sequence[str], device: str) -> dict[st
         drop_gradients(made)
         found[name] = record
     full = {name: full_step(models[name], steps[name]) for name in steps}
-    for where, pinned in (("", contextlib.nullcontext()), ("one_cpu_", one_cpu())):
-        if where and device != "cuda":  # there it is the CPUs that compute
-            continue
-        with pinned:
+    places = {"": contextlib.nullcontext()} | ({"one_cpu_": one_cpu(device)} if device == "cuda" else {})
+    for where, place in places.items():
+        with place:
             for what, timed, rounds in (("step_ms", steps, 8), ("full_ms", full, 4)):
                 for name, times in in_turns(timed, device, rounds).items():
                     found[name][where + what] = vars(times)

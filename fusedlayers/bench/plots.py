@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .peers import ratio
+from .peers import over, ratio
 
 COLOURS = {"fused": "#1b6ca8", "patched": "#1b6ca8", "compile": "#c46a1b", "liger": "#5c8a3a"}
 COLOURS |= {"patched+compile": "#7a4b94", "eager again": "#999999", "eager": "#999999"}
@@ -34,7 +34,7 @@ def bars(run: dict[str, Any], path: Path) -> Path | None:
     for r in run["results"]:
         if "variants" in r:
             shown = {
-                f"{n}, {clock}": _speed_up(r["variants"], n, key)
+                f"{n}, {clock}": over(r["variants"], n, key)
                 for n in r["variants"] if n != "eager"
                 for clock, key in (("device", "device_ms"), ("wall", "step_ms"))
             }  # fmt: skip
@@ -111,14 +111,6 @@ def roofline(
     axes.legend(fontsize=7, loc="lower right")
     axes.grid(alpha=0.2, which="both")
     return _saved(figure, Path(path))
-
-
-def _speed_up(variants: dict[str, Any], name: str, what: str) -> float:
-    try:
-        eager, other = (variants[n][what] for n in ("eager", name))
-        return eager["median"] / other["median"] if isinstance(eager, dict) else eager / other
-    except (KeyError, TypeError, ZeroDivisionError):  # not measured, or a profile without kernels
-        return math.nan
 
 
 def _where(run: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from .peers import ratio
+from .peers import over, ratio
 from .timing import ceilings
 
 RESULTS = Path("benchmarks") / "results"
@@ -261,11 +261,11 @@ def model_rows(run: dict[str, Any]) -> list[list[str]]:
             continue
         eager = v["eager"]
         row = [r["case"], _number(eager["step_ms"]["median"])]
-        row += [_ratio(_over(v, p, "step_ms")) for p in present]
-        row += [_ratio(_over(v, "patched", w)) for w in ("full_ms", "one_cpu_step_ms", "one_cpu_full_ms", "device_ms")]
-        row.append(_ratio(1 / _over(v, "patched", "peak_bytes")))
+        row += [_ratio(over(v, p, "step_ms")) for p in present]
+        row += [_ratio(over(v, "patched", w)) for w in ("full_ms", "one_cpu_step_ms", "one_cpu_full_ms", "device_ms")]
+        row.append(_ratio(1 / over(v, "patched", "peak_bytes")))
         if "compile" in present:
-            row += [_ratio(_over(v, "compile", w)) for w in ("one_cpu_step_ms", "device_ms")]
+            row += [_ratio(over(v, "compile", w)) for w in ("one_cpu_step_ms", "device_ms")]
             after = v.get("compile", {}).get("breaks_even_after")
             row.append("-" if after is None else f"{after:.0f} steps")
         rows.append(row)
@@ -349,14 +349,6 @@ def grid_summary(results: list[dict[str, Any]]) -> list[str]:
         lines += [f"  {r:.3f}  {name}" for r, name in found[:10]]
     failed = [x for x in results if "peers" not in x or "error" in x]
     return lines + [f"  {x['case']}: {str(x.get('error') or x.get('skipped'))[:120]}" for x in failed[:10]]
-
-
-def _over(variants: dict[str, Any], name: str, what: str) -> float:
-    try:
-        a, b = variants["eager"][what], variants[name][what]
-        return (a["median"] / b["median"]) if isinstance(a, dict) else a / b
-    except (KeyError, TypeError, ZeroDivisionError):
-        return math.nan
 
 
 def _pair(result: dict[str, Any], what: str, factor: float) -> str:

@@ -108,7 +108,7 @@ def compare(
             sync(device)
     if device == "cuda":
         _device_times(alive, sets, effort, timings)
-    with one_cpu() if device == "cuda" else contextlib.nullcontext():
+    with one_cpu(device):
         _wall_times(alive, sets, effort, timings, device)
     return timings
 
@@ -292,14 +292,15 @@ def seconds(step: Callable[[], Any], device: str) -> float:
 
 
 @contextlib.contextmanager
-def one_cpu() -> Iterator[None]:
+def one_cpu(device: str) -> Iterator[None]:
     """This process's threads on one CPU, where the system can pin them: what a step asks of the host, at its best.
+    On another device than a GPU as they are: there it is the CPUs that compute.
 
     Forward and backward take turns in two threads, and a CPU that sleeps in between runs at half speed when woken. What
     is born inside is born there: threads are let go at the end, processes are not.
     """
     tasks = Path("/proc/self/task")
-    if not (hasattr(os, "sched_setaffinity") and tasks.exists()):
+    if device != "cuda" or not (hasattr(os, "sched_setaffinity") and tasks.exists()):
         yield
         return
     only = {max(os.sched_getaffinity(0))}

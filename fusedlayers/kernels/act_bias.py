@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .reduce import COUNTS
+from .launch import COUNTS
 
 
 @triton.jit

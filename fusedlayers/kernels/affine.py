@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .reduce import COUNTS
+from .launch import COUNTS
 
 # What backward's activation gradient reads (the kernels' MASK)
 NOTHING, RECOMPUTE, KEPT = 0, 1, 2

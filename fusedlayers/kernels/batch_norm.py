@@ -28,7 +28,8 @@ import triton
 import triton.language as tl
 
 from .affine import _grad_z
-from .reduce import COUNTS, mean_of, product
+from .launch import COUNTS
+from .reduce import mean_of, product
 
 # Where the second pass has its coefficients from (SOURCE): what was combined before it, its own block's sums, or the
 # running statistics

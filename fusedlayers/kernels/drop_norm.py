@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import COUNTS
 from .norm import folded, grad_rows, norm_rows, normalised, store_sums, weight_of
 from .philox import DRAWN, keep_tile, state
-from .reduce import COUNTS
 
 
 @triton.jit(do_not_specialize=DRAWN, do_not_specialize_on_alignment=COUNTS)

@@ -23,7 +23,7 @@ def _to_tf32(x):
     return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
-@triton.jit(do_not_specialize_on_alignment=["M"])
+@triton.jit(do_not_specialize_on_alignment=["M"])  # its K is a length, not a count
 def linear_forward(
     x_ptr, w_ptr, b_ptr, y_ptr, z_ptr, M, N, K, x_m, x_k, w_n, w_k, b_n,
     CT: tl.constexpr, ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, HAS_BIAS: tl.constexpr,

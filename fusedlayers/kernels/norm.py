@@ -17,7 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .reduce import COUNTS, mean_of, product
+from .launch import COUNTS
+from .reduce import mean_of, product
 
 
 @triton.jit

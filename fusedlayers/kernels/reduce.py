@@ -10,11 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import cdiv, next_power_of_2
-from .launch import Launch
-
-# Sizes that count rows, or blocks: no address is aligned by them, so one kernel serves all their values. Another batch
-# or another length of a sequence then builds nothing, and a network's sites share more kernels
-COUNTS = ["M", "R", "T", "K", "rows_per", "rows_per_block", "path_rows", "blocks", "span"]
+from .launch import COUNTS, Launch
 
 
 @triton.jit

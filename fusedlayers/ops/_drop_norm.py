@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import KernelError, cdiv, load, next_power_of_2
-from ..settings import settings
 from . import _dropout, _route, _row_norm, _table
 from ._autograd import direct, hooked, needs_grad
 from ._dropout import Dropout, Rng
@@ -45,7 +44,8 @@ def drop_norm(
     if not training or p == 0.0:
         return row_norm(norm, shifted(x, shift), residual, weight, bias)
     if not _route.is_compiling():
-        if _chooses() and _table.known(SCALE_RESIDUAL, (x,), True) == "reference":  # before anything is prepared
+        # before anything is prepared
+        if _route.tables_choose() and _table.known(SCALE_RESIDUAL, (x,), True) == "reference":
             s = F.dropout(shifted(x, shift), p, True) + residual
             return row_norm(norm, s, None, weight, bias), s
         tensors, op = (x, residual, weight, bias), f"dropout_{norm.op}"
@@ -72,12 +72,7 @@ def drop_norm(
 
 def left_to_eager(device: int, dtype: torch.dtype, numel: int) -> bool:
     """Whether a dropout and an add of so many elements are known to be left to eager, and the norm with them apart."""
-    return _chooses() and _table.trained(SCALE_RESIDUAL, device, dtype, numel) == "reference"
-
-
-def _chooses() -> bool:
-    """Whether tables choose the route: neither the user nor a saved plan does."""
-    return settings.route == "auto" and _route.held.routes is None
+    return _route.tables_choose() and _table.trained(SCALE_RESIDUAL, device, dtype, numel) == "reference"
 
 
 def _worth(tensors: tuple[Tensor | None, ...], call: _Call) -> str:

@@ -136,6 +136,11 @@ def pick(
     return _table.choose(op, tensors, preferred, draws), found
 
 
+def tables_choose() -> bool:
+    """Whether neither the user nor a saved plan gives the route."""
+    return settings.route == "auto" and held.routes is None
+
+
 def chosen() -> dict[str, str]:
     """By op, how its calls choose their route in this process, as far as they had to; for reports."""
     found = {}

@@ -17,6 +17,8 @@ import fusedlayers as fl
 from fusedlayers import kernels
 from fusedlayers.functional import affine_act
 from fusedlayers.ops import _measure, _route, _table
+from tests.patch.test_builtin_rules import block
+from tests.patch.test_linear_norm import post_norm
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -233,19 +235,11 @@ def test_probes_run_on_every_route_and_draw_no_random_number(op, monkeypatch):
     assert (op, -1) not in _table._entries or not _table._entries[op, -1]
 
 
-class PostNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc, self.drop, self.norm = nn.Linear(16, 16), nn.Dropout(0.3), nn.LayerNorm(16)
-
-    def forward(self, x):
-        return self.norm(self.drop(self.fc(x)) + x)
-
-
 @pytest.mark.parametrize("op", ["dropout_layer_norm", "scale_residual"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_size_that_torch_jit_traces_is_in_no_table(op):
-    patched, x = fl.patch_model(PostNorm()), torch.randn(3, 5, 16)
+    layers = {"fc": nn.Linear(16, 16), "drop": nn.Dropout(0.3), "norm": nn.LayerNorm(16)}
+    patched, x = fl.patch_model(block(post_norm, **layers)), torch.randn(3, 5, 16)
     with _table.in_force((op, -1), _table.REFERENCE):
         traced = torch.jit.trace(patched, x, check_trace=False)
     ys = []

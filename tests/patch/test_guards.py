@@ -12,6 +12,7 @@ import fusedlayers as fl
 from fusedlayers.patch import FallbackError, FallbackWarning
 
 from .models import MLP, Pair, assert_same, network, twin
+from .test_builtin_rules import block
 
 X = torch.randn(5, 8)
 
@@ -165,18 +166,16 @@ SUMMED = {
 }
 
 
-def block(forward, drop: nn.Module) -> nn.Module:
+def one_of_each(forward, drop: nn.Module) -> nn.Module:
     """One of each layer, called as `forward` says."""
-    model = type("Block", (nn.Module,), {"forward": forward})()
-    model.norm, model.bn, model.drop = nn.LayerNorm(8), nn.BatchNorm1d(8), drop
-    model.fc, model.act = nn.Linear(8, 8), nn.GELU()
-    return model
+    layers = {"norm": nn.LayerNorm(8), "bn": nn.BatchNorm1d(8), "fc": nn.Linear(8, 8), "act": nn.GELU()}
+    return block(forward, drop=drop, **layers)
 
 
 @pytest.mark.parametrize("name", SUMMED)
 def test_arguments_that_are_no_tensors(name):
     """Seen to fail where a number was added, and to leave out what was None."""
-    model = block(SUMMED[name], nn.Dropout(0.5))
+    model = one_of_each(SUMMED[name], nn.Dropout(0.5))
     patched = fl.patch_model(twin(model), on_fallback="ignore")
     for r in (X, 0, 2.5):
         found = []
@@ -199,7 +198,7 @@ TAKEN = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_inputs_that_are_no_tensors(name):
     """Raise what eager raises: seen to ask them for their device, or their dims."""
-    model = block(TAKEN[name], nn.Dropout(0.0))
+    model = one_of_each(TAKEN[name], nn.Dropout(0.0))
     patched = fl.patch_model(twin(model), on_fallback="ignore")
     assert fl.explain(patched).fused
     for given in (None, 2.5, X.tolist(), X.numpy()):

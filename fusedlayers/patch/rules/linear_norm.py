@@ -15,7 +15,7 @@ from ... import functional as fused
 from ...activations import Activation
 from ...nn._children import stored
 from ...ops._drop_norm import left_to_eager
-from ...ops._gemm import autocast_dtype
+from ...ops._gemm import autocast_dtype, gemm_dtype
 from .. import effects
 from ..pattern import State, leaf, value
 from ..rule import NO_MATCH, Call, Match, Rule, register_rule
@@ -75,8 +75,8 @@ def _leaves_bias(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
         return False
     if residual.numel() < SMALLEST or residual.shape != (*x.shape[:-1], weight.shape[0]):
         return False
-    dtype = autocast_dtype(x) or x.dtype
-    return not left_to_eager(x.get_device(), dtype, residual.numel())  # whose norm has no such sum at hand
+    dtype = gemm_dtype(autocast_dtype(x), x.dtype, weight.dtype)
+    return dtype is None or not left_to_eager(x.get_device(), dtype, residual.numel())  # has no such sum at hand
 
 
 def _linear_problem(m: Match) -> str | None:
