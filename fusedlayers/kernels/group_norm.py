@@ -20,6 +20,7 @@ import triton.language as tl
 
 from .affine import _grad_z
 from .batch_norm import _rsqrt, _visits
+from .launch import COUNTS
 from .reduce import mean_of, product
 
 
@@ -119,7 +120,7 @@ def forward_resident(
         tl.store(stats_ptr + 2 * tl.cast(groups, tl.int64) + e, bias, mask=in_e & (e < C))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward_moments(
     x_ptr, partial_ptr, E, C, S_units, per_chunk, K,
     CT: tl.constexpr, ROW: tl.constexpr, ALIGN: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
@@ -160,7 +161,7 @@ def forward_moments(
     tl.store(at + 2 * step, m2, mask=in_e)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward_combine(
     partial_ptr, bias_ptr, stats_ptr, E, C, S, D, per_chunk, K,
     CT: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, BI: tl.constexpr,
@@ -202,7 +203,7 @@ def forward_combine(
             tl.store(stats_ptr + 2 * groups + group * D + c, bias, mask=c < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward_apply(
     x_ptr, weight_ptr, stats_ptr, y_ptr, E, C, S_units, D, per_block, blocks,
     CT: tl.constexpr, ACT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, HAS_WEIGHT: tl.constexpr,
@@ -261,7 +262,7 @@ def backward_resident(
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def backward_sums(
     g_ptr, x_ptr, weight_ptr, stats_ptr, partial_ptr, E, C, S_units, D, per_chunk, K,
     CT: tl.constexpr, ACT: tl.constexpr, GRAD: tl.constexpr, KEEPS_OUTPUT: tl.constexpr, P0: tl.constexpr,
@@ -297,7 +298,7 @@ def backward_sums(
     tl.store(partial_ptr + (tl.cast(K, tl.int64) + k) * E + e, _over_positions(sum_dz_x, ROW), mask=in_e)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def backward_combine(
     partial_ptr, weight_ptr, sums_ptr, E, C, S, D, K,
     CT: tl.constexpr, HAS_WEIGHT: tl.constexpr, BI: tl.constexpr,
@@ -318,7 +319,7 @@ def backward_combine(
     tl.store(sums_ptr + tl.num_programs(0) + group, tl.sum(along_x, axis=0) / count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def backward_apply(
     g_ptr, x_ptr, weight_ptr, stats_ptr, sums_ptr, dx_ptr, E, C, S_units, D, per_block, blocks,
     CT: tl.constexpr, ACT: tl.constexpr, GRAD: tl.constexpr, KEEPS_OUTPUT: tl.constexpr, P0: tl.constexpr,

@@ -39,6 +39,9 @@ MARGIN = 1.03
 ROUNDS, CALLS = 15, 10
 EAGER_PASSES = {True: 8, False: 4}
 """About how often eager's ops read or write the tensor, with a backward and without."""
+HEAVIER = {"mlp": 4, "gated_mlp": 4}
+"""By op, how many times as long as that and what is beside it such a call keeps the device: its products are its own,
+and work on a hidden tensor several times as large as the one a table is asked about."""
 SLACK = 5
 """How much longer the device is busy with the products and convolutions beside such an op than with the op itself:
 meanwhile the host runs ahead, and what an op costs it is hidden."""
@@ -97,7 +100,8 @@ def measure(op: str, device: torch.device) -> dict[str, Any]:
         step = functools.partial(_step, fn, calls, train, op in CASTING)
         fused, eager = (us / CALLS for us in host_times(op, device, step, ({}, _table.REFERENCE)))
         for dtype, short in _table.NAMES.items():
-            below = crossover(fused, eager, bandwidth(device), EAGER_PASSES[train] * dtype.itemsize)
+            nbytes = EAGER_PASSES[train] * HEAVIER.get(op, 1) * dtype.itemsize
+            below = crossover(fused, eager, bandwidth(device), nbytes)
             if below:
                 direction = _table.TRAIN if train else _table.INFER
                 routes[f"{op}/{direction}/{short}"] = [[below.bit_length() - 1, "reference"]]
@@ -161,6 +165,14 @@ def _batch_norm(d: torch.device) -> Args:
     return x, mean, var, weight, bias, True, 0.1, 1e-5, get("relu"), None, None, count
 
 
+def _mlp(d: torch.device) -> Args:
+    return _values(d, 64, 64), _values(d, 64, 64), _values(d, 64), _values(d, 64, 64), _values(d, 64), get("gelu")
+
+
+def _gated_mlp(d: torch.device) -> Args:
+    return _values(d, 64, 64), tuple(_values(d, 64, 64) for _ in range(3)), (None,) * 3, get("silu")
+
+
 def _norm(d: torch.device, vectors: int) -> Args:
     return _values(d, 64, 64), (64,), *(_values(d, 64) for _ in range(vectors)), 1e-5
 
@@ -168,6 +180,8 @@ def _norm(d: torch.device, vectors: int) -> Args:
 PROBES: dict[str, Callable[[torch.device], Args]] = {
     "affine_act": lambda d: _rows(d, get("relu"), vectors=2),
     "linear_act": lambda d: (_values(d, 64, 64), _values(d, 64, 64), _values(d, 64), get("gelu")),
+    "mlp": _mlp,
+    "gated_mlp": _gated_mlp,
     "gated_act": lambda d: _rows(d, get("silu"), tensors=2),
     "layer_norm": lambda d: _norm(d, 2),
     "rms_norm": lambda d: _norm(d, 1),

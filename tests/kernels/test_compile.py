@@ -388,7 +388,8 @@ def test_another_number_of_rows_is_no_other_kernel():
     directions = (affine.forward_col, affine.forward_row, affine.backward_col, affine.backward_row)
     exempt = ("pack", "residual")  # whose gradients may lie by columns; where the masks of rows cost 3%
     launched = {e.fn for e in (*ENTRIES, *overlapped()) if not e.name.startswith(exempt)} | set(directions)
-    rows = [(fn.fn.__name__, p) for fn in launched for p in fn.params if p.name in ("M", "R", "T")]
+    counts = ("M", "R", "T", "blocks", "blocks_m", "blocks_s", "blocks_t", "n_rows")
+    rows = [(fn.fn.__name__, p) for fn in launched for p in fn.params if p.name in counts]
     assert len(rows) > 20
     assert not [(name, p.name) for name, p in rows if not (p.do_not_specialize or p.do_not_specialize_on_alignment)]
 
