@@ -22,11 +22,6 @@ def rand(device: torch.device, dtype: torch.dtype, *shape: int, grad: bool = Tru
     return (torch.randn(shape, device=device) * scale).to(dtype).requires_grad_(grad)
 
 
-def _op(name: str) -> Callable[..., Any]:
-    """The library's function, looked up when it is called: a missing one fails its own cases only."""
-    return lambda *args, **kwargs: getattr(functional, name)(*args, **kwargs)
-
-
 def affine_act(rows: int, cols: int, dtype: str, act: str = "relu") -> Case:
     dt, unit = DTYPES[dtype], rows * cols * DTYPES[dtype].itemsize
     eager = get(act)
@@ -62,7 +57,7 @@ def linear_act(rows: int, inner: int, cols: int, dtype: str, act: str) -> Case:
             rand(d, dt, cols, inner, scale=inner**-0.5),
             rand(d, dt, cols),
         ),
-        lambda x, w, b: _op("linear_act")(x, w, b, act),
+        lambda x, w, b: functional.linear_act(x, w, b, act),
         lambda x, w, b: eager(F.linear(x, w, b)),
         gemms=lambda x, w, b, g: (x.detach() @ w.detach().T, g @ w.detach(), g.T @ x.detach()),
         # x, y and the weight; then gradient, kept, x, weight and both gradients
@@ -78,7 +73,7 @@ def gated_act(rows: int, cols: int, dtype: str, act: str = "silu") -> Case:
     return Case(
         f"gated_act/{act}/{rows}x{cols}/{dtype}",
         lambda d: (rand(d, dt, rows, cols), rand(d, dt, rows, cols)),
-        lambda gate, up: _op("gated_act")(gate, up, act),
+        lambda gate, up: functional.gated_act(gate, up, act),
         lambda gate, up: eager(gate) * up,
         liger=lambda: _liger_gated(act),
         moved=(3 * unit, 5 * unit),
@@ -97,7 +92,7 @@ def layer_norm(rows: int, cols: int, dtype: str, residual: bool = False) -> Case
     return Case(
         f"layer_norm{'+residual' if residual else ''}/-/{rows}x{cols}/{dtype}",
         _norm_inputs(rows, cols, dt, 2, residual),
-        lambda x, w, b, r=None: _op("layer_norm")(x, (cols,), w, b, 1e-5, residual=r),
+        lambda x, w, b, r=None: functional.layer_norm(x, (cols,), w, b, 1e-5, residual=r),
         eager,
         liger=None if residual else _liger_layer_norm,
         moved=((4 if residual else 2) * unit, (4 if residual else 3) * unit),
@@ -117,7 +112,7 @@ def rms_norm(rows: int, cols: int, dtype: str, residual: bool = False) -> Case:
     return Case(
         f"rms_norm{'+residual' if residual else ''}/-/{rows}x{cols}/{dtype}",
         _norm_inputs(rows, cols, dt, 1, residual),
-        lambda x, w, r=None: _op("rms_norm")(x, (cols,), w, 1e-6, residual=r),
+        lambda x, w, r=None: functional.rms_norm(x, (cols,), w, 1e-6, residual=r),
         eager,
         liger=_liger_add_rms_norm if residual else _liger_rms_norm,
         moved=((4 if residual else 2) * unit, (4 if residual else 3) * unit),
@@ -156,7 +151,7 @@ def batch_norm_act(
         f"batch_norm_act{'+residual' if residual else ''}/{act}/{n}x{c}x{size}x{size}"
         f"{'' if channels_last else '-nchw'}/{dtype}",
         make,
-        lambda x, mean, var, w, b, r=None: _op("batch_norm_act")(
+        lambda x, mean, var, w, b, r=None: functional.batch_norm_act(
             x, mean, var, w, b, True, 0.1, 1e-5, activation=act, residual=r
         ),
         eager,
@@ -170,7 +165,7 @@ def group_norm_act(n: int, c: int, size: int, dtype: str, groups: int = 32) -> C
     return Case(
         f"group_norm_act/silu/{n}x{c}x{size}x{size}/{dtype}",
         lambda d: (rand(d, dt, n, c, size, size), rand(d, dt, c), rand(d, dt, c)),
-        lambda x, w, b: _op("group_norm_act")(x, groups, w, b, 1e-5, "silu"),
+        lambda x, w, b: functional.group_norm_act(x, groups, w, b, 1e-5, "silu"),
         lambda x, w, b: F.silu(F.group_norm(x, groups, w, b, 1e-5)),
         moved=(2 * unit, 3 * unit),
         shared=(1, 2),
@@ -192,7 +187,7 @@ def scale_residual(rows: int, cols: int, dtype: str, scale: bool = True, dropout
         f"scale_residual/{'scale' if scale else 'plain'}{f'+dropout{dropout:g}' if dropout else ''}"
         f"/{rows}x{cols}/{dtype}",
         make,
-        lambda x, r, s=None: _op("scale_residual")(x, r, s, dropout_p=dropout, training=True),
+        lambda x, r, s=None: functional.scale_residual(x, r, s, dropout_p=dropout, training=True),
         eager,
         moved=(3 * unit, backward * unit),
         shared=(2,) if scale else (),

@@ -18,8 +18,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .launch import COUNTS
-
 # What backward's activation gradient reads (the kernels' MASK)
 NOTHING, RECOMPUTE, KEPT = 0, 1, 2
 
@@ -47,7 +45,7 @@ def _coefficients(scale_ptr, shift_ptr, scale_value, shift_value, scale_at, shif
     return scale, shift
 
 
-@triton.jit(do_not_specialize_on_alignment=COUNTS)
+@triton.jit
 def forward_col(
     x_ptr, res_ptr, scale_ptr, shift_ptr, y_ptr, z_ptr, coef_ptr,
     scale_value, shift_value, T, C, n_coef, scale_a, scale_c, shift_a, shift_c,
@@ -82,7 +80,7 @@ def forward_col(
     tl.store(y_ptr + at, ACT(z, P0, P1).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=COUNTS)
+@triton.jit
 def forward_row(
     x_ptr, res_ptr, scale_ptr, shift_ptr, y_ptr, z_ptr, coef_ptr,
     scale_value, shift_value, R, S, P, scale_p, shift_p,
@@ -130,7 +128,7 @@ def _grad_z(g, x, kept, scale, shift, MASK: tl.constexpr, ACT: tl.constexpr, GRA
     return GRAD(g, kept, P0, P1)
 
 
-@triton.jit(do_not_specialize_on_alignment=COUNTS)
+@triton.jit
 def backward_col(
     g_ptr, x_ptr, kept_ptr, coef_ptr, dx_ptr, dres_ptr, partial_ptr,
     T, C, n_coef, rows_per_block, blocks_t,
@@ -184,7 +182,7 @@ def backward_col(
         tl.store(partial_ptr + tl.cast(blocks_t, tl.int64) * n_coef + at_partial, tl.sum(sum_shift, axis=0), mask=in_c)
 
 
-@triton.jit(do_not_specialize_on_alignment=COUNTS)
+@triton.jit
 def backward_row(
     g_ptr, x_ptr, kept_ptr, coef_ptr, dx_ptr, dres_ptr, partial_ptr,
     R, S, P, cols_per_block, blocks_s, n_rows,

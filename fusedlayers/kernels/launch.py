@@ -24,8 +24,7 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _build_lock = threading.Lock()
 # Sizes that count rows, or blocks: no address is aligned by them, so one kernel serves all their values. Another batch
 # or another length of a sequence then builds nothing, and a network's sites share more kernels
-COUNTS = ["M", "R", "T", "K", "n_rows", "rows_per", "rows_per_block", "path_rows", "span"]
-COUNTS += ["blocks", "blocks_m", "blocks_s", "blocks_t"]
+COUNTS = ["M", "K", "rows_per", "rows_per_block", "span", "blocks", "blocks_m"]
 
 _MAX_X = 2**31 - 1
 _MAX_YZ = 65535

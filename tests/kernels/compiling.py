@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 ARCHS = (80, 89, 90)
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes of shared memory a block may have. sm_86 has as little as sm_89."""
+REGISTERS = 65536
+"""Of a multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -68,3 +76,18 @@ def compile_kernel(
     source = ASTSource(fn, types, values, attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def registers(compiled: Any) -> int:
+    """Registers that each thread of a compiled kernel takes, as they are handed out: by eights."""
+    from triton.backends import nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton brings no cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = int(re.search(r"REG:(\d+)", shown.stdout + shown.stderr)[1])
+    return -(-found // 8) * 8
