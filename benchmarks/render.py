@@ -31,7 +31,7 @@ OTHERS = {
 ABOUT = {
     "models": "Forward, loss and backward under bf16 autocast.",
     "models-again": "On another machine of the same kind, whose host was faster; older than the run of all networks.",
-    "models-compile": "By the code and the routes of the dates below, which are older than those above.",
+    "models-compile": "By the code and the routes of the dates below; most are newer than those above.",
     "batch-norm": """\
 Milliseconds, bf16, channels_last, batch 256.
 
