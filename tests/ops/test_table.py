@@ -213,6 +213,15 @@ def test_where_the_host_costs_more_eager_serves_what_hides_behind_it():
     assert _measure.bandwidth.__doc__
 
 
+def test_an_op_that_holds_its_products_is_worth_a_kernel_sooner(monkeypatch):
+    monkeypatch.setattr(_measure, "host_times", lambda *args: [1000.0, 500.0])
+    monkeypatch.setattr(_measure, "bandwidth", lambda device: 1e6)
+    found = {op: _measure.measure(op, torch.device("cpu")) for op in ("layer_norm", "mlp", "gated_mlp")}
+    ((norm, _),) = found["layer_norm"]["layer_norm/train/fp32"]
+    for op in ("mlp", "gated_mlp"):
+        assert found[op][f"{op}/train/fp32"] == [[norm - 2, "reference"]], "a quarter of the elements"
+
+
 @pytest.mark.parametrize("op", sorted(_measure.PROBES))
 def test_probes_run_on_every_route_and_draw_no_random_number(op, monkeypatch):
     if torch.cuda.is_available():
