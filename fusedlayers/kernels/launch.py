@@ -23,7 +23,8 @@ _current_device = getattr(torch._C, "_cuda_getDevice", None)  # both are missing
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _build_lock = threading.Lock()
 # Sizes that count rows, or blocks: no address is aligned by them, so one kernel serves all their values. Another batch
-# or another length of a sequence then builds nothing, and a network's sites share more kernels
+# or another length of a sequence then builds nothing, and a network's sites share more kernels. Not affine's: its
+# backward then takes more registers than its grid leaves room for
 COUNTS = ["M", "K", "rows_per", "rows_per_block", "span", "blocks", "blocks_m"]
 
 _MAX_X = 2**31 - 1
