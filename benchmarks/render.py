@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT))
 
 from fusedlayers.bench import plots, report  # noqa: E402
 
+BESIDE = ("model", "patched x", "compile x", "patched x (device)", "compile x (device)", "peak memory x",
+          "compile peak memory x", "compile pays after")  # fmt: skip
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 KINDS = {"models": "Training steps of whole networks", "layers": "Whole layers", "ops": "Ops"}
 OTHERS = {
@@ -30,6 +32,8 @@ OTHERS = {
 }
 ABOUT = {
     "models": "Forward, loss and backward under bf16 autocast.",
+    "layers": "Other processes kept the host busy: `wall` and `host` are too high, device times are not.",
+    "ops": "Likewise: `wall` and `host` are too high.",
     "models-again": "On another machine of the same kind, whose host was faster; older than the run of all networks.",
     "models-compile": "By the code and the routes of the dates below; most are newer than those above.",
     "batch-norm": """\
@@ -43,13 +47,14 @@ Milliseconds, bf16, channels_last, batch 256.
     "row-norms": """\
 bf16, 65536 rows.
 
-- `fused`, `eager`, `liger`, `compile`: `forward` and `backward` alone
+- `fused`, `eager`, `liger` (- where it has no such op): `forward` and `backward` alone
 - `us`: microseconds, the median; `quartiles`: theirs
 - `of_copy`: the least bytes, over that time, as a share of what a large copy reaches
 - `peak_mib`: the most memory that both directions take on top of the inputs
 - `error`: of `fused` over that of `eager`, both against float64, the worst of outputs and gradients""",
     "residual": """\
-bf16, 65536 rows of 1024. `fast` draws masks of its own, where the others draw eager's.
+bf16, 65536 rows of 1024, and a gate beside them; of 2026-11-29, before the tiles of today (`NOTES.md`). `fast` draws
+masks of its own, where the others draw eager's.
 
 - `contender`: who computes the `case`
 - `phase`: forward alone; or backward: both directions less forward (`host_us`, `peak_bytes`: both)
@@ -93,13 +98,13 @@ def readme_block(runs: dict[str, dict], device: Path) -> str:
     if kind is None:
         return ""
     where = device.relative_to(ROOT).as_posix()
-    return (
-        f"{report.markdown(runs[kind])}\n![{KINDS[kind]}, patched against eager]({where}/{kind}.png)\n\n"
-        f"All figures: [{where}/RESULTS.md]({where}/RESULTS.md).\n"
-    )
+    parts = [report.markdown(runs[kind]), f"![{KINDS[kind]}, patched against eager]({where}/{kind}.png)\n"]
+    if "models-compile" in runs:
+        parts += ["Beside `torch.compile`, in runs of their own:\n", report.markdown(runs["models-compile"], BESIDE)]
+    return "\n".join([*parts, f"All figures: [{where}/RESULTS.md]({where}/RESULTS.md).\n"])
 
 
-def main() -> int:
+def main() -> int | str:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--no-plots", action="store_true", help="leave the PNGs as they are")
@@ -127,7 +132,7 @@ def main() -> int:
         f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n{block}\n{END}", text, count=1, flags=re.DOTALL
     )
     if args.check:
-        return int(made != text)
+        return 0 if made == text else "README.md is not what the JSON files say: run benchmarks/render.py"
     readme.write_text(made)
     return 0
 

@@ -36,8 +36,9 @@ class Settings:
     empty, give the defaults: `FUSEDLAYERS_ROUTE`, `FUSEDLAYERS_DROPOUT`, `FUSEDLAYERS_AUTOTUNE`, `FUSEDLAYERS_CACHE`.
 
     Attributes:
-        route: `"auto"`, `"reference"` (plain PyTorch), `"library"` (vendor epilogues where there are any, else plain
-            PyTorch) or `"triton"`, which raises where it cannot run.
+        route: `"auto"`, `"reference"` (plain PyTorch), `"library"` (the vendor's products, what follows them in its
+            epilogue or in one pass; ops without a product: plain PyTorch) or `"triton"`, which raises where it cannot
+            run.
         dropout: `"eager"` draws the very mask `F.dropout` would have drawn; `"fast"` may draw its own.
         autotune: whether a route may be chosen by measuring once on this device.
         cache: folder where measurements are kept.

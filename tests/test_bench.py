@@ -45,6 +45,13 @@ def test_ops_are_timed_against_eager(tmp_path, capsys):
     assert report.markdown(found).count("\n|") == 3 and "`fused, wall ms`" in report.legend(found)
 
 
+def test_a_peer_that_is_not_installed_is_said_to_be_left_out(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    code, found = run(tmp_path, "ops", "--peers", "eager,liger", "--only", "rms_norm*")
+    assert code == 0 and found["arguments"]["peers"] == "eager"
+    assert "liger-kernel is not installed" in capsys.readouterr().out
+
+
 def test_a_grid_shows_eager_against_itself(tmp_path, capsys):
     _, found = run(tmp_path, "ops", "--grid", "--peers", "eager", "--only", "affine_act/relu*")
     assert "eager again" in found["results"][0]["peers"]

@@ -27,6 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = set(peers) - set(PEERS)
     if unknown:
         raise SystemExit(f"bench: unknown peers {', '.join(sorted(unknown))} (known: {', '.join(PEERS)})")
+    if "liger" in peers and args.kind != "models" and importlib.util.find_spec("liger_kernel") is None:
+        print("liger is left out: liger-kernel is not installed", flush=True)
+        peers.remove("liger")
+        args.peers = ",".join(peers)
     if args.plot and importlib.util.find_spec("matplotlib") is None:  # said before anything is measured, not after
         raise SystemExit("bench: --plot needs matplotlib: pip install 'fusedlayers[bench]'")
     if args.grid and args.kind != "ops":

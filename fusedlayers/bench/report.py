@@ -7,7 +7,7 @@ import json
 import math
 import platform
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ RESULTS = Path("benchmarks") / "results"
 _FUSED = "milliseconds of this library, forward and backward together unless the case says forward"
 _TIMES = "how many times as fast as these, by the same clock; - where one has no such op"
 _STEPS = "how many times as fast as eager by the wall clock"
+_FULL = "likewise, of the patched model, gradient clipping and fused AdamW included in both"
 _ONE_CPU = "with the process's threads on one CPU, where none sleeps and wakes at a lower clock"
 _KERNELS = "how many times as fast as eager by the sum of the step's kernels"
 COLUMNS = {
@@ -45,13 +46,14 @@ COLUMNS = {
     "patched x": _STEPS,
     "compile x": _STEPS,
     "patched+compile x": _STEPS,
-    "full step x": "the patched model's, gradient clipping and fused AdamW included",
+    "full step x": _FULL,
     "patched x (one CPU)": f"{_STEPS}, {_ONE_CPU}",
-    "full step x (one CPU)": f"the patched model's, gradient clipping and fused AdamW included, {_ONE_CPU}",
+    "full step x (one CPU)": f"{_FULL}, {_ONE_CPU}",
     "compile x (one CPU)": f"{_STEPS}, {_ONE_CPU}",
     "patched x (device)": _KERNELS,
     "compile x (device)": _KERNELS,
     "peak memory x": "the most memory of the patched model over that of eager, parameters included; below 1 is less",
+    "compile peak memory x": "likewise of the compiled one",
     "compile pays after": "steps until the time that compiling took is earned back; - where it is no faster",
 }
 """What each column of a run's table means."""
@@ -140,8 +142,8 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def markdown(run: dict[str, Any]) -> str:
-    """The table of a run, with where it was measured above it."""
+def markdown(run: dict[str, Any], columns: Sequence[str] = ()) -> str:
+    """The table of a run, or these `columns` of it, with where it was measured above it."""
     if "kind" not in run:
         told = {"device": "", "torch": "torch ", "triton": "Triton ", "date": ""}
         at = ", ".join(f"{word}{run[name]}" for name, word in told.items() if run.get(name))
@@ -150,7 +152,10 @@ def markdown(run: dict[str, Any]) -> str:
     at = f"{run['hardware']['name']}, torch {versions['torch']}, Triton {versions['triton']}, {run['date']}"
     lines = [*older(run), *(model_notes(run) if run["kind"] == "models" else ())]
     notes = "".join(f"\n- {line}" for line in lines)
-    return f"{at}\n\n{table(table_rows(run))}\n{notes}\n".rstrip() + "\n"
+    rows = table_rows(run)
+    at_columns = [rows[0].index(column) for column in columns or rows[0]]
+    rows = [[row[i] for i in at_columns] for row in rows]
+    return f"{at}\n\n{table(rows)}\n{notes}\n".rstrip() + "\n"
 
 
 def table_rows(run: dict[str, Any]) -> list[list[str]]:
@@ -252,7 +257,7 @@ def model_rows(run: dict[str, Any]) -> list[list[str]]:
     head = ["model", "eager, ms", *(f"{v} x" for v in present), "full step x"]
     head += ["patched x (one CPU)", "full step x (one CPU)", "patched x (device)", "peak memory x"]
     if "compile" in present:
-        head += ["compile x (one CPU)", "compile x (device)", "compile pays after"]
+        head += ["compile x (one CPU)", "compile x (device)", "compile peak memory x", "compile pays after"]
     rows = [head]
     for r in (r for r in run["results"] if r["case"] not in ("first-step", "lengths")):
         v = r.get("variants", {})
@@ -266,6 +271,7 @@ def model_rows(run: dict[str, Any]) -> list[list[str]]:
         row.append(_ratio(1 / over(v, "patched", "peak_bytes")))
         if "compile" in present:
             row += [_ratio(over(v, "compile", w)) for w in ("one_cpu_step_ms", "device_ms")]
+            row.append(_ratio(1 / over(v, "compile", "peak_bytes")))
             after = v.get("compile", {}).get("breaks_even_after")
             row.append("-" if after is None else f"{after:.0f} steps")
         rows.append(row)
