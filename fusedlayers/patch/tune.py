@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import enum
 import os
 import statistics
 import threading
@@ -13,13 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..kernels import ahead
 from ..ops import _route
+from ..ops._autograd import hooked
 from . import analysis, apply
 from .guards import MARK, STATE, Site, is_patched
-from .model import patch_model
+from .model import patch_model, unpatch_model
 from .plan import PatchPlan
 from .rewrite import Found
 from .runs import as_found, restored
@@ -91,11 +95,12 @@ class TuneReport:
 def tune(model: nn.Module, *inputs: Any, step: Callable[[], Any] | None = None, **kwinputs: Any) -> TuneReport:
     """Times each fused site of `model` against what it replaced, and undoes those that do not pay.
 
-    Every patched module is run alone, on the inputs that it gets in a run of the model, forward and (where gradients
-    are on) backward, in the caller's autocast: as it is, as it was, and without each of its sites where it has several.
-    The variants take turns. Modules of the same class with parameters and inputs of the same shapes are timed once. A
-    site is undone only where it is slower by both the median and the best of its times, by more than 2%; one that did
-    not run on these inputs stays. Parameters, gradients, buffers and random state are left as they were found.
+    Every patched module is run alone, on the inputs that it gets in a run of the model (each time as it first got them,
+    where it edits them or adds to a cache), forward and (where gradients are on) backward, in the caller's autocast: as
+    it is, as it was, and without each of its sites where it has several. The variants take turns. Modules of the same
+    class with parameters and inputs of the same shapes are timed once. A site is undone only where it is slower by both
+    the median and the best of its times, by more than 2%; one that did not run on these inputs stays. Parameters,
+    gradients, buffers, random state and what `model` is called with are left as they were found.
 
     Args:
         model: a patched model; an unpatched one is patched first.
@@ -104,16 +109,30 @@ def tune(model: nn.Module, *inputs: Any, step: Callable[[], Any] | None = None, 
             of its outputs. What an optimizer inside it does to the parameters is undone; its own state is not.
 
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, or `step` no function.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    if not any(is_patched(m) for m in model.modules()):
-        patch_model(model, on_fallback="ignore")
-    run = step or (lambda: _forward_backward(model, inputs, kwinputs))
+    if step is not None and not callable(step):
+        raise TypeError(f"step must be a function without arguments, got {type(step).__name__}")
+    if any(is_patched(m) for m in model.modules()):
+        return _tune(model, inputs, kwinputs, step)
+    patch_model(model, on_fallback="ignore")
+    try:
+        return _tune(model, inputs, kwinputs, step)
+    except BaseException:
+        unpatch_model(model)
+        raise
+
+
+def _tune(model: nn.Module, inputs: Any, kwinputs: Any, step: Callable[[], Any] | None) -> TuneReport:
+    given = _Inputs(inputs, kwinputs)
+    run = step or (lambda: _forward_backward(model, given))
     targets = {name: m for name, m in model.named_modules() if is_patched(m)}
     report = TuneReport()
-    with as_found(model) as rewind, _parameters_kept(model, step is not None), _quiet(targets.values()):
+    # a hook may run the optimizer
+    values = step is not None or hooked(*model.parameters())
+    with as_found(model) as rewind, _parameters_kept(model, values), _quiet(targets.values()):
         seen = _inputs_of(targets, run)
         rewind()
         original = _step_ms(run, targets.values(), rewind)
@@ -131,15 +150,75 @@ def tune(model: nn.Module, *inputs: Any, step: Callable[[], Any] | None = None, 
     return report
 
 
+class _Inputs:
+    """Arguments as they were when they were first given, for any number of runs.
+
+    Attributes:
+        leaves: tensors out of their graphs, on the memory they had; what carries state, such as a cache, a copy.
+        edited: whether a run writes to the tensors, so that each needs its own.
+    """
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self.leaves = [_detached(t) if isinstance(t, Tensor) else _copied(t) for t in leaves]
+        self.edited = True
+
+    def fresh(self) -> list[Any]:
+        """The leaves for one run; a tensor that it may write to is a clone, its gradient that of the leaf."""
+        if not self.edited and not any(map(_has_state, self.leaves)):
+            return self.leaves
+        with torch.enable_grad():
+            return [(t.clone() if self.edited else t) if isinstance(t, Tensor) else _copied(t) for t in self.leaves]
+
+    def arguments(self, leaves: list[Any]) -> tuple[Any, Any]:
+        return pytree.tree_unflatten(leaves, self._spec)
+
+    @property
+    def wanted(self) -> list[Tensor]:
+        """The tensors that get a gradient."""
+        return [t for t in self.leaves if isinstance(t, Tensor) and t.requires_grad]
+
+
 @dataclass
 class _Call:
     """What a module was called with, in which autocast, and a key under which modules cost the same."""
 
-    args: Any
-    kwargs: Any
+    inputs: _Inputs
     autocast: tuple[str, bool, torch.dtype]
     grad: bool
     key: Any
+
+
+_STATELESS = (
+    type(None), str, bytes, int, float, complex, enum.Enum, torch.Size, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, nn.Module,
+)  # fmt: skip
+
+
+def _has_state(value: Any) -> bool:
+    return not (isinstance(value, (Tensor, *_STATELESS)) or callable(value))
+
+
+class _Detaching(TorchFunctionMode):
+    """Copies of tensors are the same memory out of its graph, which `copy.deepcopy` would refuse to copy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _detached(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def _detached(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_(t.requires_grad)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of what carries state, on the same tensors; itself where it has none, or cannot be copied."""
+    if not _has_state(value):
+        return value
+    try:
+        with _Detaching():
+            return copy.deepcopy(value)
+    except Exception:
+        return value
 
 
 @dataclass(frozen=True)
@@ -152,27 +231,26 @@ class _Decision:
 
 
 def _inputs_of(targets: dict[str, nn.Module], run: Callable[[], Any]) -> dict[str, _Call]:
-    """The first call of each target in a run of the original model, where hooks disturb nothing."""
+    """The first call of each target in a run of the original model, where hooks disturb nothing: the first with
+    gradients, if any has them, as a checkpoint's second.
+    """
     seen: dict[str, _Call] = {}
     examples: dict[Any, _Call] = {}
     classes = {name: type(m) for name, m in targets.items()}
 
     def hook(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if name in seen:
+            grad = torch.is_grad_enabled()
+            if name in seen and (seen[name].grad or not grad):
                 return
             leaves, spec = pytree.tree_flatten((args, kwargs))
             kind = next((t.device.type for t in leaves if isinstance(t, Tensor)), "cpu")
             autocast = (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            shapes = tuple((tuple(p.shape), p.dtype) for p in module.parameters())
+            shapes = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters())
             modes = tuple(m.training for m in module.modules())
-            grad = torch.is_grad_enabled()
             key = (classes[name], shapes, modes, str(spec), tuple(map(_like, leaves)), autocast, grad)
             if key not in examples:  # the others cost the same, and holding their inputs would cost memory
-                held = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
-                needs = [isinstance(t, Tensor) and t.requires_grad for t in leaves]
-                held = [t.requires_grad_() if need else t for t, need in zip(held, needs, strict=True)]
-                examples[key] = _Call(*pytree.tree_unflatten(held, spec), autocast, grad, key)
+                examples[key] = _Call(_Inputs(args, kwargs), autocast, grad, key)
             seen[name] = examples[key]
 
         return note
@@ -198,7 +276,10 @@ def _decide(module: nn.Module, call: _Call, rewind: Callable[[], None]) -> tuple
     cls, site = type(module), module.__dict__[STATE]
     sites = [f for f in vars(cls)[MARK].found if f.status != "skipped"]
     with _recorded() as routes, _fallbacks_of(site) as fell_back:
-        _run(module, call)
+        leaves = call.inputs.fresh()
+        before = _versions(leaves)
+        _run(module, call, leaves)
+        call.inputs.edited = before is None or _versions(leaves) != before
     if fell_back:
         reason = f"not timed, its calls take the original path: {next(iter(fell_back))}"
         return [_Decision(f, True, reason) for f in sites], {}
@@ -279,71 +360,89 @@ def _carry_out(
 # running and timing
 
 
-def _run(module: nn.Module, call: _Call) -> None:
+def _run(module: nn.Module, call: _Call, leaves: list[Any]) -> None:
     kind, enabled, dtype = call.autocast
+    args, kwargs = call.inputs.arguments(leaves)
     with torch.set_grad_enabled(call.grad):
         with torch.autocast(kind, dtype=dtype, enabled=enabled):
-            out = module(*call.args, **call.kwargs)
+            out = module(*args, **kwargs)
         if not call.grad:
             return
         roots = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-        given = [t for t in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
-        wanted = [t for t in (*given, *module.parameters()) if t.requires_grad]
+        wanted = [*call.inputs.wanted, *(p for p in module.parameters() if p.requires_grad)]
         if roots and wanted:
             torch.autograd.grad(roots, wanted, [t.detach() for t in roots], allow_unused=True)
 
 
-def _as(module: nn.Module, cls: type | None, site: Site, call: _Call) -> Callable[[int], None]:
-    """Runs the module `n` times as one of its variants, `None` being the original."""
-
-    def run(n: int) -> None:
-        held = type(module)
-        apply.restore(module)
-        if cls is not None:
-            apply.swap(module, cls, site)
-        try:
-            for _ in range(n):
-                _run(module, call)
-        finally:
-            apply.swap(module, held, site)
-
-    return run
+def _versions(leaves: Sequence[Any]) -> list[int] | None:
+    """How often each tensor was written to; `None` where torch does not count."""
+    tensors = [t for t in leaves if isinstance(t, Tensor)]
+    return None if any(t.is_inference() for t in tensors) else [t._version for t in tensors]
 
 
-def _times(calls: Sequence[Callable[[int], None]]) -> list[list[float]]:
+Runs = Callable[[int], Callable[[], None]]
+"""Prepares so many runs, which are then made by one call."""
+
+
+def _as(module: nn.Module, cls: type | None, site: Site, call: _Call) -> Runs:
+    """The module as one of its variants, `None` being the original."""
+
+    def prepare(n: int) -> Callable[[], None]:
+        given = [call.inputs.fresh() for _ in range(n)]
+
+        def run() -> None:
+            held = type(module)
+            apply.restore(module)
+            if cls is not None:
+                apply.swap(module, cls, site)
+            try:
+                for leaves in given:
+                    _run(module, call, leaves)
+            finally:
+                apply.swap(module, held, site)
+
+        return run
+
+    return prepare
+
+
+def _times(calls: Sequence[Runs]) -> list[list[float]]:
     """Milliseconds a run of each, several rounds in which all take turns."""
     few = []
     for call in calls:
-        call(2)  # builds what is built once
+        call(2)()  # builds what is built once
         ahead.settle()
-        _sync()
-        begin = time.perf_counter()
-        call(1)
-        _sync()
-        few.append(max(1, min(50, int(TURN_S / max(time.perf_counter() - begin, 1e-6)))))
+        few.append(max(1, min(50, int(TURN_S / max(_seconds(call(1)), 1e-6)))))
     samples: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS):
         for found, call, n in zip(samples, calls, few, strict=True):
-            _sync()
-            begin = time.perf_counter()
-            call(n)
-            _sync()
-            found.append((time.perf_counter() - begin) / n * 1e3)
+            found.append(_seconds(call(n)) / n * 1e3)
     return samples
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    _sync()
+    begin = time.perf_counter()
+    run()
+    _sync()
+    return time.perf_counter() - begin
 
 
 def _step_ms(run: Callable[[], Any], unpatched: Any, rewind: Callable[[], None]) -> float:
     with restored(list(unpatched)):
-        times = _times([lambda n: [run() for _ in range(n)]])
+        times = _times([lambda n: lambda: [run() for _ in range(n)]])
     rewind()
     return statistics.median(times[0])
 
 
-def _forward_backward(model: nn.Module, inputs: Any, kwinputs: Any) -> None:
-    out = model(*inputs, **kwinputs)
+def _forward_backward(model: nn.Module, given: _Inputs) -> None:
+    args, kwargs = given.arguments(given.fresh())
+    out = model(*args, **kwargs)
     roots = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
     if roots:
         sum(t.float().sum() for t in roots).backward()
+    for t in given.wanted:
+        t.grad = None
 
 
 def _sync() -> None:
@@ -392,7 +491,7 @@ def _recorded() -> Iterator[dict[str, str]]:
     """Which route each op takes meanwhile in this thread; an op that takes several has none."""
     taken: dict[str, set[str]] = {}
     routes: dict[str, str] = {}
-    pick, me = _route.pick, threading.get_ident()
+    me = threading.get_ident()
 
     def noting(op: str, *args: Any, **kwargs: Any) -> Any:
         found = pick(op, *args, **kwargs)
@@ -400,9 +499,13 @@ def _recorded() -> Iterator[dict[str, str]]:
             taken.setdefault(op, set()).add(found[0])
         return found
 
-    _route.pick = noting
-    try:
-        yield routes
-    finally:
-        _route.pick = pick
-        routes.update({op: found.pop() for op, found in taken.items() if len(found) == 1})
+    with _recording:  # another thread that tunes would put this one's `noting` back when it ends
+        pick, _route.pick = _route.pick, noting
+        try:
+            yield routes
+        finally:
+            _route.pick = pick
+            routes.update({op: found.pop() for op, found in taken.items() if len(found) == 1})
+
+
+_recording = threading.Lock()

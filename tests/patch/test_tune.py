@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.functional import affine_act, linear_act
@@ -50,7 +52,7 @@ def times(monkeypatch):
 
     def scripted(calls):
         for call in calls:
-            call(1)
+            call(1)()
         if len(calls) == 1:  # a whole step, or the sites that are left together
             return [[script.get("rest", 1.0)] * 3]
         name = "pair" if len(calls) == 4 else "head"
@@ -238,3 +240,125 @@ def test_real_times_decide_on_a_real_model():
     report = tune(net, torch.randn(64, 8))
     assert len(report) == 6 and all(ms > 0 for ms in report.step_ms.values())
     assert {r.name for r in report.kept} == {r.name for r in fl.explain(net).fused}
+
+
+class Cached(nn.Module):
+    """As a transformer's layer with a cache: what it gets is added to what was there."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.act = nn.Linear(8, 8), nn.GELU()
+
+    def forward(self, x, cache):
+        cache.held.append(x)
+        return self.act(self.fc(torch.cat(cache.held)))
+
+
+class Cache:
+    def __init__(self):
+        self.held: list[torch.Tensor] = []
+
+
+class Caching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer = nn.Linear(8, 8), Cached()
+
+    def forward(self, x, cache=None):
+        return self.layer(self.first(x), Cache() if cache is None else cache)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_each_run_finds_a_cache_as_the_first_one_did(gradients):
+    lengths = set()
+    net = patch_model(Caching(), on_fallback="raise")
+    cache, right = Cache(), Cached.forward
+    with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(gradients):
+        patch.setattr(torch, "cat", lambda held, cat=torch.cat: lengths.add(len(held)) or cat(held))
+        assert len(tune(net, torch.randn(2, 8))) == 1
+        assert lengths == {1}
+        tune(net, torch.randn(2, 8), cache)
+    assert lengths == {1} and not cache.held and Cached.forward is right
+
+
+def test_inputs_that_were_computed_and_their_gradients_are_left_alone():
+    net = patch_model(nn.Sequential(nn.Linear(8, 8), nn.GELU()), on_fallback="raise")
+    leaf = torch.randn(2, 8, requires_grad=True)
+    for x in (leaf, leaf * 2):
+        assert len(tune(net, x)) == 1
+    assert leaf.grad is None
+
+
+class Editing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.fc, self.act = nn.ReLU(inplace=True), nn.Linear(8, 8), nn.GELU()
+
+    def forward(self, x):
+        return self.act(self.fc(self.first(x)))
+
+
+def test_a_module_that_edits_its_input_gets_it_unedited_each_time():
+    net = patch_model(nn.Sequential(nn.Linear(8, 8), Editing()), on_fallback="raise")
+    assert any(r.name.startswith("1.") and r.fused_ms for r in tune(net, torch.randn(2, 8)))
+    x = -torch.ones(2, 8)
+    tune(patch_model(Editing(), on_fallback="raise"), x)
+    assert torch.equal(x, -torch.ones(2, 8))
+
+
+def test_an_optimizer_in_hooks_moves_nothing():
+    net = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    before = [p.detach().clone() for p in net.parameters()]
+    tune(patch_model(net), torch.randn(4, 8))
+    assert all(map(torch.equal, before, net.parameters()))
+
+
+def test_a_checkpoints_forward_with_gradients_is_what_is_timed(monkeypatch):
+    net, timed = patch_model(Net(), on_fallback="raise", rules=["linear_act"]), []
+    right = tuning._decide
+    monkeypatch.setattr(tuning, "_decide", lambda m, call, rewind: timed.append(call.grad) or right(m, call, rewind))
+    x = torch.randn(4, 8, requires_grad=True)
+    tune(
+        net,
+        step=lambda: (
+            checkpoint(net.head, checkpoint(net.first, x, use_reentrant=True), use_reentrant=True).sum().backward()
+        ),
+    )
+    assert timed == [True, True]
+
+
+def test_two_threads_that_tune_leave_no_recorder_behind():
+    pick, inside, leave = _route.pick, [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+
+    def record(i):
+        with tuning._recorded():
+            inside[i].set()
+            leave[i].wait(20)
+
+    threads = [threading.Thread(target=record, args=(i,)) for i in range(2)]
+    for i, thread in enumerate(threads):
+        thread.start()
+        inside[i].wait(0.2)
+    for i, thread in enumerate(threads):  # the first to come goes first
+        leave[i].set()
+        thread.join()
+    assert _route.pick is pick
+
+
+def test_frozen_modules_are_timed_apart_from_those_that_train(net, times):
+    times.update(pair=[1.0, 2.0, 2.0, 2.0], head=[1.0, 2.0])
+    net.second.requires_grad_(False)
+    tune(net, torch.randn(4, 8, requires_grad=True))
+    assert times["timed"].count("pair") == 2
+
+
+def test_a_step_that_is_no_function_and_a_model_that_fails_leave_it_unpatched():
+    net = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    with pytest.raises(TypeError, match="step must be a function without arguments, got float"):
+        tune(net, torch.randn(2, 4), step=2.0)
+    with pytest.raises(RuntimeError):
+        tune(net, torch.randn(2, 5))
+    assert not any(is_patched(m) for m in net.modules())
