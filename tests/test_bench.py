@@ -264,7 +264,7 @@ def test_what_is_timed_waits_for_builds_under_way(monkeypatch):
     monkeypatch.setattr(ahead, "settle", lambda: waited.append(1))
     compare({"one": lambda i: None}, effort=QUICK, device="cpu")
     assert waited == [1]
-    importlib.import_module("fusedlayers.patch.tune")._times([lambda n: None, lambda n: None])
+    importlib.import_module("fusedlayers.patch.tune")._times([lambda n: lambda: None] * 2)
     assert waited == [1, 1, 1]
 
 
