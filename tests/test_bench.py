@@ -200,9 +200,9 @@ def test_models_without_a_peer_of_theirs_are_an_error(tmp_path, peers):
         main(["models", "--peers", peers, "--json", str(tmp_path / "run.json")])
 
 
-def test_a_budget_is_a_number(capsys):
+def test_a_budget_is_a_number(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["ops", "--budget", "nan"])
+        main(["ops", "--budget", "nan", "--json", str(tmp_path / "run.json")])
     assert "argument --budget: invalid seconds value: 'nan'" in capsys.readouterr().err
 
 
