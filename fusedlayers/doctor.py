@@ -94,11 +94,14 @@ def _triton() -> Finding:
 def _compiler() -> Finding:
     """Triton builds a small C launcher for each kernel signature."""
     name = next(filter(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))), None)
-    if name is not None:
-        said = subprocess.run([name, "--version"], capture_output=True, text=True, check=False).stdout
-        return Finding("C compiler", said.partition("\n")[0] or name)
     needed = torch.cuda.is_available() and kernels.unavailable() is None
-    return Finding("C compiler", "none (CC, cc, gcc, clang); Triton needs one", False if needed else None)
+    if name is None:
+        return Finding("C compiler", "none (CC, cc, gcc, clang); Triton needs one", False if needed else None)
+    try:
+        said = subprocess.run([name, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError as error:  # such as a file that may be executed and is no program
+        return Finding("C compiler", f"{name} cannot be run: {error.strerror}", False if needed else None)
+    return Finding("C compiler", said.partition("\n")[0] or name)
 
 
 def _routes() -> list[Finding]:
@@ -141,9 +144,12 @@ def _kernel() -> Finding:
 
 def _cache() -> Finding:
     folder = Path(settings.cache)
-    nearest = next(p for p in (folder, *folder.parents) if p.exists())
+    try:
+        nearest = next(p for p in (folder, *folder.parents) if p.exists())
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        return Finding("cache folder", f"{folder} (cannot be used: {error.strerror})", None)
     writable = os.access(nearest, os.W_OK)
-    state = ("exists" if folder.exists() else "not made yet") + ("" if writable else ", cannot be written")
+    state = ("exists" if nearest == folder else "not made yet") + ("" if writable else ", cannot be written")
     return Finding("cache folder", f"{folder} ({state})", True if writable else None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ _SWITCH = {"1": True, "true": True, "on": True, "0": False, "false": False, "off
 
 
 def _default_cache() -> str:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return os.environ.get("FUSEDLAYERS_CACHE") or str(Path(base) / "fusedlayers")
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return str((Path(base) if base else Path.home() / ".cache") / "fusedlayers")
+    except RuntimeError:  # no home directory, as for a user whom only a container's number names
+        return str(Path(tempfile.gettempdir()) / "fusedlayers")
 
 
 class _Restore:
@@ -41,7 +45,7 @@ class Settings:
             run.
         dropout: `"eager"` draws the very mask `F.dropout` would have drawn; `"fast"` may draw its own.
         autotune: whether a route may be chosen by measuring once on this device.
-        cache: folder where measurements are kept.
+        cache: folder where measurements are kept; a leading `~` is the home directory.
     """
 
     route: str
@@ -52,7 +56,7 @@ class Settings:
     def __init__(self) -> None:
         env = os.environ
         self.__dict__.update(route="auto", dropout="eager", autotune=True, cache=_default_cache())
-        for name, read in (("route", str), ("dropout", str), ("autotune", _switch)):
+        for name, read in (("route", str), ("dropout", str), ("autotune", _switch), ("cache", str)):
             variable = f"FUSEDLAYERS_{name.upper()}"
             if env.get(variable):  # empty is how many say that it is not set
                 try:
@@ -83,7 +87,7 @@ class Settings:
         if "autotune" in values:
             values["autotune"] = bool(values["autotune"])
         if "cache" in values:
-            values["cache"] = os.fspath(values["cache"])
+            values["cache"] = _folder(values["cache"])
         self.__dict__.update(values)
 
     def __repr__(self) -> str:
@@ -93,6 +97,15 @@ class Settings:
 def _switch(value: str) -> bool:
     _one_of("autotune", value.lower(), tuple(_SWITCH))
     return _SWITCH[value.lower()]
+
+
+def _folder(value: Any) -> str:
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str):
+        raise TypeError(f"cache must be a str or os.PathLike, not {type(value).__name__}")
+    if not path:
+        raise ValueError(f"cache must be the path of a folder, not {value!r}")
+    return os.path.expanduser(path)
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

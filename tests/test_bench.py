@@ -118,6 +118,94 @@ def test_resume_runs_only_what_is_missing(tmp_path):
     assert f"- From a run at {before['date']}: {first['case']}.\n" in report.markdown(found)
 
 
+def test_resume_measures_again_what_failed(tmp_path, monkeypatch):
+    run(tmp_path, "ops", "--peers", "eager", "--only", "affine_act/relu*")
+    path, only = tmp_path / "run.json", ("--peers", "eager", "--only", "affine_act/relu*", "--resume")
+    before = json.loads(path.read_text())
+    name = before["results"][0]["case"]
+    other = {"case": "another", "error": "RuntimeError: as it was"}
+    path.write_text(json.dumps({**before, "results": [{"case": name, "error": "RuntimeError: once"}, other]}))
+    code, found = run(tmp_path, "ops", *only, "--device-lost")
+    assert code == 1 and [r.get("error") for r in found["results"]] == ["RuntimeError: once", other["error"]]
+    code, found = run(tmp_path, "ops", *only)
+    assert code == 1, "of a case that was not asked for again"
+    assert [(r["case"], "error" in r) for r in found["results"]] == [("another", True), (name, False)]
+
+
+def test_a_model_that_failed_is_measured_again(tmp_path, monkeypatch):
+    tried = []
+    monkeypatch.setattr(models, "workloads", lambda: [SimpleNamespace(name="a"), SimpleNamespace(name="b")])
+
+    def measure(workload, variants, device):
+        tried.append(workload.name)
+        raise RuntimeError(f"attempt {len(tried)}")
+
+    monkeypatch.setattr(models, "measure", measure)
+    for more, expected in (
+        ((), ["RuntimeError: attempt 1", "RuntimeError: attempt 2"]),
+        (("--resume", "--device-lost"), ["RuntimeError: attempt 1", "RuntimeError: attempt 2"]),
+        (("--resume",), ["RuntimeError: attempt 3", "RuntimeError: attempt 4"]),
+    ):
+        _, found = run(tmp_path, "models", "--peers", "eager", *more)
+        assert [r["error"] for r in found["results"]] == expected
+    assert tried == ["a", "b", "a", "b"]
+
+
+def test_a_process_after_a_lost_device_leaves_alone_what_failed(tmp_path, monkeypatch):
+    def lost(*args, **more):
+        raise peers.DeviceLost("illegal address")
+
+    class Replaced(BaseException):
+        pass
+
+    def execv(program, command):
+        raise Replaced(command)
+
+    monkeypatch.setattr(cli, "run", lost)
+    monkeypatch.setattr(cli.os, "execv", execv)
+    with pytest.raises(Replaced) as replaced:
+        main(["ops", "--json", str(tmp_path / "run.json")])
+    assert replaced.value.args[0][-2:] == ["--resume", "--device-lost"]
+
+
+@pytest.mark.parametrize("kind", ["ops", "models"])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        *((t, "cannot read .*run.json") for t in ("{", "[]", '{"results": [1]}', '{"results": []}', "\udcff", "5")),
+        ('{"kind": "KIND", "arguments": {"route": "auto"}, "results": [1]}', "cannot read .*run.json"),
+        ('{"kind": "layers", "arguments": {"route": "auto"}, "results": []}', "of kind 'layers', this run of 'KIND'"),
+        ('{"kind": "KIND", "arguments": {"route": "triton"}, "results": []}', "of route 'triton', this run of 'auto'"),
+    ],
+)
+def test_what_cannot_be_resumed_is_left_as_it_is(tmp_path, kind, text, says):
+    path = tmp_path / "run.json"
+    path.write_bytes(text.replace("KIND", kind).encode(errors="surrogateescape"))
+    before = path.read_bytes()
+    with pytest.raises(SystemExit, match=says.replace("KIND", kind)):
+        main([kind, "--resume", "--peers", "eager", "--json", str(path)])
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["ops", "models"])
+def test_a_folder_is_refused_before_anything_runs(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(report, "envelope", lambda *args: pytest.fail("it runs"))
+    with pytest.raises(SystemExit, match="--json names a folder: "):
+        main([kind, "--json", str(tmp_path)])
+
+
+@pytest.mark.parametrize("peers", ["liger", ""])
+def test_models_without_a_peer_of_theirs_are_an_error(tmp_path, peers):
+    with pytest.raises(SystemExit, match=f"--peers '{peers}' has none that models have"):
+        main(["models", "--peers", peers, "--json", str(tmp_path / "run.json")])
+
+
+def test_a_budget_is_a_number(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["ops", "--budget", "nan", "--json", str(tmp_path / "run.json")])
+    assert "argument --budget: invalid seconds value: 'nan'" in capsys.readouterr().err
+
+
 def test_unknown_names_are_errors(tmp_path):
     with pytest.raises(SystemExit, match="unknown peers tvm"):
         main(["ops", "--peers", "tvm"])

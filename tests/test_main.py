@@ -163,6 +163,29 @@ def test_doctor_fails_where_a_forced_route_makes_every_call_raise(monkeypatch):
         assert doctor.examine()
 
 
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(36, "File name too long")])
+def test_doctor_reports_a_cache_folder_that_cannot_be_looked_at(monkeypatch, error, tmp_path):
+    def exists(path):
+        raise error
+
+    monkeypatch.setattr(doctor.Path, "exists", exists)
+    with fl.settings(cache=tmp_path / "routes"):
+        found = doctor._cache()
+    assert found.ok is None and found.found == f"{tmp_path / 'routes'} (cannot be used: {error.strerror})"
+
+
+@pytest.mark.parametrize(("gpu", "ok"), [(False, None), (True, False)])
+def test_doctor_reports_a_compiler_that_cannot_be_run(monkeypatch, gpu, ok, tmp_path):
+    compiler = tmp_path / "cc"
+    compiler.write_bytes(b"\x00no program")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(doctor.kernels, "unavailable", lambda: None)
+    found = doctor._compiler()
+    assert found.ok is ok and found.found == f"{compiler} cannot be run: Exec format error"
+
+
 def test_doctor_without_triton_is_in_order(monkeypatch):
     monkeypatch.setattr(doctor.kernels, "unavailable", lambda: "Triton cannot be imported")
     report = doctor.examine()

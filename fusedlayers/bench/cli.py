@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.grid and args.kind != "ops":
         raise SystemExit("bench: --grid is for ops")
     args.json = args.json or report.folder(report.device_name(device)) / f"{file_name(args)}.json"
+    if os.path.isdir(args.json):
+        raise SystemExit(f"bench: --json names a folder: {args.json}")
     try:
         with settings(route=args.route):
             if args.kind == "models":
@@ -45,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(args, peers, device, budget)
     except DeviceLost as lost:
         print(f"the device is lost ({lost}); going on in a new process", flush=True)
-        more = ["--resume", *([] if args.budget is None else ["--budget", f"{max(budget.left, 0):.0f}"])]
+        more = [
+            "--resume",
+            "--device-lost",
+            *([] if args.budget is None else ["--budget", f"{max(budget.left, 0):.0f}"]),
+        ]
         command = [sys.executable, "-m", "fusedlayers.bench", *(sys.argv[1:] if argv is None else argv), *more]
         os.execv(sys.executable, command)
 
@@ -55,11 +62,11 @@ def run(args: argparse.Namespace, peers: list[str], device: str, budget: Budget)
     cases = chosen(args, device)
     if not cases:
         raise SystemExit(f"bench: no case matches {args.only!r}")
+    kept = report.earlier(args, {c.name for c in cases})
+    done = {r["case"] for r in kept}
+    cases = [c for c in cases if c.name not in done]
     found = report.envelope(args.kind, device, _public(args))
-    if args.resume:
-        found["results"] = report.earlier(args.json)
-        done = {r["case"] for r in found["results"]}
-        cases = [c for c in cases if c.name not in done]
+    found["results"] = kept
     effort = (Effort(rounds=40, turn_ms=1.0) if args.grid else Effort()) if device == "cuda" else QUICK
 
     def emit(result: dict[str, Any]) -> None:
@@ -125,8 +132,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", default="*", metavar="GLOB", help="only cases that match; of models also first-step, lengths"
     )
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no case after this time")
+    parser.add_argument("--budget", type=seconds, metavar="SECONDS", help="start no case after this time")
     parser.add_argument("--grid", action="store_true", help="ops: many sizes against eager and a second copy of it")
     parser.add_argument("--route", choices=ROUTES, default="auto", help="the route the library is held to")
-    parser.add_argument("--resume", action="store_true", help="keep what the JSON has, run only what is missing")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what the JSON has, run only what is missing or failed"
+    )
+    parser.add_argument("--device-lost", action="store_true", help=argparse.SUPPRESS)  # a process after `DeviceLost`
     return parser
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if math.isnan(value):  # neither used up nor left
+        raise ValueError
+    return value

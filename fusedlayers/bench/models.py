@@ -32,12 +32,18 @@ def main(args: argparse.Namespace, peers: Sequence[str], device: str, budget: Bu
 
     Compiling comes last, with the time that is left. With `--resume` what the JSON has is not measured again.
     """
+    chosen = [w for w in workloads() if fnmatch.fnmatch(w.name, args.only)]
+    if args.only not in BESIDE:
+        if not chosen:
+            raise SystemExit(f"bench: no case matches {args.only!r}")
+        if not set(peers) & set(NEEDS_S):
+            raise SystemExit(f"bench: --peers {args.peers!r} has none that models have ({', '.join(NEEDS_S)})")
+    kept = report.earlier(args, {w.name for w in chosen})
     torch.backends.cudnn.benchmark = True
     given = {name: getattr(args, name) for name in ("peers", "only", "budget", "route")}
     run = report.envelope("models", device, given)
-    if args.resume:
-        run["results"] = report.earlier(args.json)
-    by_name = {r["case"]: r for r in run["results"]}
+    run["results"] = kept
+    by_name = {r["case"]: r for r in kept}
 
     def emit(result: dict[str, Any]) -> None:
         by_name[result["case"]] = result
@@ -45,9 +51,6 @@ def main(args: argparse.Namespace, peers: Sequence[str], device: str, budget: Bu
         report.save(run, args.json)
         print(one_line(result), flush=True)
 
-    chosen = [w for w in workloads() if fnmatch.fnmatch(w.name, args.only)]
-    if not chosen and args.only not in BESIDE:
-        raise SystemExit(f"bench: no case matches {args.only!r}")
     passes = {}
     if "eager" in peers:
         passes["eager"] = ("eager", "patched")
@@ -58,6 +61,8 @@ def main(args: argparse.Namespace, peers: Sequence[str], device: str, budget: Bu
         for workload in chosen:
             before = by_name.get(workload.name, {})
             if set(variants) <= set(before.get("variants", {})):
+                continue
+            if args.device_lost and {"error", "compile_error"} & set(before):  # it may be what lost the device
                 continue
             if budget.left < (NEEDS_S[peer] if device == "cuda" else 0):
                 if not before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import math
@@ -124,11 +125,34 @@ def save(run: dict[str, Any], path: str | Path) -> Path:
     return path
 
 
-def earlier(path: str | Path) -> list[dict[str, Any]]:
-    """The results a file has, each with the date it is from, without those that never ran."""
-    path = Path(path)
-    run = json.loads(path.read_text()) if path.exists() else {"results": []}
-    return [{"date": run.get("date"), **r} for r in run["results"] if "skipped" not in r]
+def earlier(args: argparse.Namespace, names: Collection[str]) -> list[dict[str, Any]]:
+    """What `--resume` keeps of the results in its file, each with the date it is from.
+
+    Without those that never ran, and of the cases with these `names` without those that failed: they are measured
+    again, but where one may have taken the device along, which it would do once more.
+    """
+    path = Path(args.json)
+    if not args.resume or not path.exists():
+        return []
+    run = _read(path)
+    for what, before, now in (("kind", run["kind"], args.kind), ("route", run["arguments"]["route"], args.route)):
+        if before != now:
+            raise SystemExit(f"bench: --resume would mix runs: {path} is of {what} {before!r}, this run of {now!r}")
+    again = () if args.device_lost else names
+    results = [r for r in run["results"] if "skipped" not in r and not ("error" in r and r["case"] in again)]
+    return [{"date": run.get("date"), **r} for r in results]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A file that `save` wrote."""
+    try:
+        run = json.loads(path.read_text())
+        if isinstance(run["kind"], str) and isinstance(run["arguments"]["route"], str):
+            if all(isinstance(r["case"], str) for r in run["results"]):
+                return run
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise SystemExit(f"bench: --resume cannot read {path} as the results of a run")
 
 
 def _rounded(value: Any) -> Any:

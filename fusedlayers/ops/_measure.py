@@ -200,9 +200,18 @@ CASTING = frozenset({"projections", "split_linear"})
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError):  # none yet, or one that a crash left half written
+    except (OSError, ValueError, RecursionError):  # none yet, or one that a crash left half written
         return {}
+    return {op: routes for op, routes in found.items() if _sound(op, routes)} if isinstance(found, dict) else {}
+
+
+def _sound(op: str, routes: Any) -> bool:
+    """Whether it can be read as a table; what cannot is measured again."""
+    try:
+        _table.parse(op, routes)
+    except ValueError:
+        return False
+    return True
 
 
 def _write(path: Path, known: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import json
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,7 @@ def in_force(key: tuple[str, int], entry: Entry) -> Iterator[None]:
 def _resolve(op: str, x: Tensor) -> None:
     device = x.get_device()
     found: Mapping[str, Any] | None = {}
+    shipped = None
     if not x.is_cuda:
         source = "the op's own rule: no measurements without a CUDA device"
     else:
@@ -138,19 +140,23 @@ def _resolve(op: str, x: Tensor) -> None:
 
             found, source = _measure.look_up(op, x)
         if shipped is not None and found is not None:
-            found, source = _joined(found, shipped), f"the table shipped for {name}, and {source}"
+            source = f"the table shipped for {name}, and {source}"
     if found is not None:  # else now is not the time, and a later call asks again
-        _entries[op, device] = parse(op, found)
+        _entries[op, device] = _joined(parse(op, found), parse(op, shipped or {}))
         _sources[op, device] = source
 
 
-def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Both tables' runs; where both have some for a key, the first one's win at sizes that it sends elsewhere."""
+def _joined(first: Entry, second: Entry) -> Entry:
+    """Both tables' routes; where both have one for a size, the first one's."""
     joined = dict(second)
-    for key, runs in first.items():
-        dense = zip(_dense(runs), _dense(second.get(key, ())), strict=True)
-        joined[key] = [[bits, one or other] for bits, (one, other) in enumerate(dense)]
+    for dtype, (infer, train) in first.items():
+        others = second.get(dtype, (_OWN, _OWN))
+        joined[dtype] = _either(infer, others[0]), _either(train, others[1])
     return joined
+
+
+def _either(first: Routes, second: Routes) -> Routes:
+    return tuple(one or other for one, other in zip(first, second, strict=True))
 
 
 @functools.lru_cache(maxsize=16)
@@ -169,18 +175,24 @@ def parse(op: str, routes: Mapping[str, Any]) -> Entry:
     Raises:
         ValueError: a table that cannot be read as the docstring above says.
     """
+    if not isinstance(routes, Mapping):
+        raise ValueError(f"not a route table: {reprlib.repr(routes)}")
     entry: Entry = {}
     for dtype, short in NAMES.items():
-        infer, train = (routes.get(f"{op}/{direction}/{short}") for direction in (INFER, TRAIN))
-        if infer or train:
-            entry[dtype] = _dense(infer or ()), _dense(train or ())
+        infer, train = (_dense(routes.get(f"{op}/{direction}/{short}", ())) for direction in (INFER, TRAIN))
+        if any(infer + train):
+            entry[dtype] = infer, train
     return entry
 
 
-def _dense(runs: Sequence[tuple[int, str | None]]) -> Routes:
+def _dense(runs: Any) -> Routes:
+    if not isinstance(runs, (list, tuple)):
+        raise ValueError(f"not the runs of a route table: {reprlib.repr(runs)}")
     dense: list[str | None] = []
-    for bits, route in runs:
-        if route not in (None, "reference", "library", "triton") or bits < len(dense) - 1:
-            raise ValueError(f"not a run of a route table: {[bits, route]}")
+    for run in runs:
+        bits, route = run if isinstance(run, (list, tuple)) and len(run) == 2 else (None, None)
+        fits = type(bits) is int and max(0, len(dense) - 1) <= bits <= _BITS
+        if not fits or route not in (None, "reference", "library", "triton"):
+            raise ValueError(f"not a run of a route table: {reprlib.repr(run)}")
         dense += [route] * (bits + 1 - len(dense))
     return (*dense, *_OWN[len(dense) :])

@@ -7,6 +7,7 @@ original class and are patched again where they arrive, so that a file loads whe
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import types
@@ -22,6 +23,7 @@ from torch import nn
 from ..ops import _route
 from . import guards, trace
 from .codegen import compile_source, generate
+from .decorators import Forward
 from .guards import MARK, STATE, Site, is_patched
 from .records import Found
 from .rewrite import Rewritten
@@ -30,7 +32,7 @@ from .shadow import Path, Untraceable
 
 @dataclass(frozen=True)
 class ClassInfo:
-    """What a patched class is made of."""
+    """What a patched class is made of; `rewritten` and `key` are without a plan's routes, which may be others later."""
 
     original: type
     source: str
@@ -38,8 +40,11 @@ class ClassInfo:
     rules: tuple[str, ...]
     counts: Any
     token: str
-    touched: frozenset[Path] = frozenset()
-    opened: frozenset[Path] = frozenset()
+    touched: frozenset[Path]
+    opened: frozenset[Path]
+    forward: Forward
+    rewritten: Callable[..., Any]
+    key: tuple[Any, ...]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ClassInfo:
         return self
@@ -63,35 +68,51 @@ def patched_class(
     """
     forward = trace.forward_of(original)
     generated = generate(rewritten.signature, rewritten.variants)
-    routes = dict(routes or {})
-    key = (original, original.forward, generated.key, tuple(rewritten.found), tuple(sorted(routes.items())))
+    key = (original, original.forward, generated.key, tuple(rewritten.found))
+    cls = _classes.get((*key, _sorted(routes)))
+    if cls is not None:
+        return cls
+    number = next(_numbers)
+    extra = {
+        "_forward": forward.function,
+        "_original": original,
+        "_class_forward": original.forward,
+        "_note": guards.note,
+    }
+    scope = compile_source(generated, f"<fusedlayers {original.__qualname__} {number}>", extra)
+    info = ClassInfo(
+        original,
+        generated.source,
+        tuple(rewritten.found),
+        tuple(rules),
+        rewritten.counts,
+        f"{_process}-{number}",
+        frozenset(rewritten.touched),
+        frozenset(rewritten.opened),
+        forward,
+        scope["forward"],
+        key,
+    )
+    return _on(info, routes)
+
+
+def _sorted(routes: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((routes or {}).items()))
+
+
+def _on(info: ClassInfo, routes: Mapping[str, str] | None) -> type:
+    """The class that `info` describes, with its calls on these routes."""
+    key = (*info.key, _sorted(routes))
     cls = _classes.get(key)
     if cls is None:
-        number = next(_numbers)
-        extra = {
-            "_forward": forward.function,
-            "_original": original,
-            "_class_forward": original.forward,
-            "_note": guards.note,
-        }
-        scope = compile_source(generated, f"<fusedlayers {original.__qualname__} {number}>", extra)
-        made = _on_routes(scope["forward"], routes) if routes else scope["forward"]
+        original, function = info.original, info.forward.function
+        made = _on_routes(info.rewritten, dict(routes)) if routes else info.rewritten
         for name in ("__module__", "__qualname__", "__doc__", "__annotations__"):
-            setattr(made, name, getattr(forward.function, name))
+            setattr(made, name, getattr(function, name))
         if not routes:
-            made.__kwdefaults__ = forward.function.__kwdefaults__
-        info = ClassInfo(
-            original,
-            generated.source,
-            tuple(rewritten.found),
-            tuple(rules),
-            rewritten.counts,
-            f"{_process}-{number}",
-            frozenset(rewritten.touched),
-            frozenset(rewritten.opened),
-        )
+            made.__kwdefaults__ = function.__kwdefaults__
         namespace = {
-            "forward": forward.decorate(made),
+            "forward": info.forward.decorate(made),
             "__reduce_ex__": _reduce_ex,
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
@@ -131,12 +152,27 @@ def restore(module: nn.Module) -> None:
     """Undoes `swap` where the module's class is ours and not something a later library put on top."""
     if not is_patched(module):
         return
-    fused, original = vars(type(module))["forward"], vars(type(module))[MARK].original
-    module.__class__ = original
+    _become(module, vars(type(module))[MARK].original)
     module.__dict__.pop(STATE, None)
+
+
+def reroute(module: nn.Module, routes: Mapping[str, str]) -> None:
+    """Gives the calls of a patched module the routes of a plan, in place of those it had."""
+    info: ClassInfo = vars(type(module))[MARK]
+    cls = _on(dataclasses.replace(info, token=f"{_process}-{next(_numbers)}"), routes)
+    if cls is not type(module):
+        _become(module, cls)
+    site = module.__dict__.get(STATE)
+    if site is not None:
+        site.routes = dict(routes)
+
+
+def _become(module: nn.Module, cls: type) -> None:
+    fused = vars(type(module))["forward"]
+    module.__class__ = cls
     for name, held in module.__dict__.items():  # where a later library keeps the forward that it wraps
         if isinstance(held, types.MethodType) and held.__func__ is fused:
-            module.__dict__[name] = types.MethodType(original.forward, held.__self__)
+            module.__dict__[name] = types.MethodType(cls.forward, held.__self__)
 
 
 # copying and pickling

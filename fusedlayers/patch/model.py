@@ -47,7 +47,8 @@ def patch_model(
             sites whose own name is covered are fused.
         exclude: likewise; no site with a member covered by it is fused.
         rules: names of rules, or `Rule` objects, to use instead of all that are registered.
-        plan: a saved plan (a `PatchPlan`, its dict, or the path of its JSON) to repeat exactly.
+        plan: a saved plan (a `PatchPlan`, its dict, or the path of its JSON) to repeat exactly. What is patched with
+            the plan's sites already takes its routes.
         on_fallback: what a call does that must take its original path: "warn" (once a site), "raise" or "ignore".
             Fallbacks are counted in any case, and shown by `explain`.
 
@@ -64,6 +65,9 @@ def patch_model(
     planned = list(analysis.plan(model, chosen, filters, None if saved is None else saved.reason))
     if saved is not None:
         _require_all(saved, model, planned)
+        for name, module in model.named_modules():
+            if is_patched(module):
+                apply.reroute(module, saved.routes.get(name, {}))
     for item in planned:
         if not item.rewritten.fused:
             continue
@@ -116,6 +120,12 @@ def _require_all(saved: PatchPlan, model: nn.Module, planned: list[analysis.Plan
     extra = [f"{r.name} ({r.rule})" for r in records if saved.reason(r.name, r.rule)]
     if extra:
         raise ValueError(f"the plan does not fit this model, unpatch it first: already fused are {_few(extra)}")
+    modules = {p.name for p in planned if p.rewritten.fused} | {name for name, _ in already}
+    strangers = [repr(name) for name in saved.routes if name not in modules]
+    if strangers:
+        raise ValueError(
+            f"the plan does not fit this model: it has routes for what it does not patch, {_few(strangers)}"
+        )
 
 
 def _few(sites: list[str]) -> str:

@@ -70,10 +70,16 @@ def test_runs_go_by_bits_of_size():
     assert set(entry) == {BF16} and set(infer) == {None}
 
 
-@pytest.mark.parametrize("runs", [[[10, "fast"]], [[10, "reference"], [5, None]]])
-def test_a_table_that_makes_no_sense_is_an_error(runs):
-    with pytest.raises(ValueError, match="not a run of a route table"):
-        _table.parse("op", {"op/train/bf16": runs})
+NO_RUNS = [
+    [[10, "fast"]], [[10, "reference"], [5, None]], [[12]], [["12", "reference"]], [[65, "reference"]],
+    [[-1, "reference"]], [[True, "reference"]], [[12, ["reference"]]], [5], ["ab"], 5, 0, "", None, {"12": "reference"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("routes", [*({"op/train/bf16": runs} for runs in NO_RUNS), 5, [], None, "op/train/bf16"])
+def test_a_table_that_makes_no_sense_is_an_error(routes):
+    with pytest.raises(ValueError, match=r"not (a|a run of a|the runs of a) route table"):
+        _table.parse("op", routes)
 
 
 def test_shipped_tables_can_be_read():
@@ -179,6 +185,32 @@ def test_a_cache_that_a_crash_spoiled_is_measured_again(machine):
     path.write_text('{"affine_act": {"affine_act/tr')
     assert _table.choose("affine_act", [pretended()], "triton") == "reference"
     assert json.loads(path.read_text())["affine_act"]
+
+
+@pytest.mark.parametrize("shipped", [None, {"affine_act/infer/fp32": [[4, "reference"]]}])
+@pytest.mark.parametrize(
+    "text",
+    ["[1]", "[" * 100_000, *(json.dumps({"affine_act": {"affine_act/train/fp32": runs}}) for runs in NO_RUNS)]
+    + ['{"affine_act": ' + routes + "}" for routes in ("5", "[]", "null", '"x"', "[" * 500 + "]" * 500)],
+)  # fmt: skip
+def test_what_cannot_be_read_as_a_table_is_measured_again(machine, monkeypatch, text, shipped):
+    monkeypatch.setattr(_table, "_shipped", lambda name: shipped)
+    monkeypatch.setattr(_table._shipped, "cache_clear", lambda: None, raising=False)
+    path = _measure.cache_path(torch.device("cuda", 0))
+    path.write_text(text)
+    assert _table.choose("affine_act", [pretended()], "triton") == "reference"
+    assert machine.measured == ["affine_act"]
+    assert json.loads(path.read_text()) == {"affine_act": {"affine_act/train/fp32": [[10, "reference"]]}}
+
+
+def test_beside_what_cannot_be_read_the_other_ops_stay(machine):
+    path = _measure.cache_path(torch.device("cuda", 0))
+    kept = {"layer_norm": {"layer_norm/train/fp32": [[12, "reference"]], "of a later version": 5}, "rms_norm": {}}
+    path.write_text(json.dumps({"affine_act": 5, **kept}))
+    for op in ("layer_norm", "rms_norm", "affine_act"):
+        _table.choose(op, [pretended()], "triton")
+    assert machine.measured == ["affine_act"]
+    assert json.loads(path.read_text()) == {**kept, "affine_act": {"affine_act/train/fp32": [[10, "reference"]]}}
 
 
 def test_a_thread_that_finds_another_measuring_does_not_wait(machine):

@@ -107,3 +107,32 @@ def test_a_plan_that_does_not_fit_is_an_error():
         fl.patch_model(network(), plan={"site": {}})
     with pytest.raises(ValueError, match="version 99"):
         fl.patch_model(network(), plan={"version": 99, "sites": {}})
+    held = {"version": 1, "sites": {"2.fc2": ["linear_act"]}}
+    for stranger in ("", "2.fc2", "9"):  # not patched by this plan, inside of what is, not there
+        with pytest.raises(ValueError, match=f"does not fit this model: it has routes for .*, '{stranger}'"):
+            fl.patch_model(network(), plan={**held, "routes": {stranger: {"linear_act": "library"}}})
+    fl.patch_model(network(), plan={**held, "routes": {"2": {"linear_act": "library"}}})
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"sites": {"0": None}}, r"sites\['0'\] is a list of the names of rules, not None"),
+        ({"sites": {"0": "linear_act"}}, r"sites\['0'\] is a list of the names of rules, not 'linear_act'"),
+        ({"sites": {"0": [1]}}, r"sites\['0'\] is a list of the names of rules, not \[1\]"),
+        ({"routes": [1]}, r"'routes' are those of each patched module by its name, not \[1\]"),
+        ({"routes": None}, "'routes' are those of each patched module by its name, not None"),
+        ({"routes": {"": 5}}, r"routes\[''\] are the routes of its ops by their names, not 5"),
+        (
+            {"routes": {"": {"mlp": "bogus"}}},
+            r"routes\[''\]\['mlp'\] must be one of 'reference', 'library', 'triton', not 'bogus'",
+        ),
+        ({"routes": {"": {"mlp": "auto"}}}, "must be one of 'reference', 'library', 'triton', not 'auto'"),
+        ({"routes": {"": {"mlp": ["library"]}}}, "must be one of 'reference', 'library', 'triton', not "),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_an_error(entries, message):
+    with pytest.raises(ValueError, match=message):
+        PatchPlan.load({"version": 1, "sites": {}, **entries})
+    with pytest.raises(ValueError, match=message):
+        PatchPlan.load(PatchPlan(**entries))

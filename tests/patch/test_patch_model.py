@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 import fusedlayers as fl
-from fusedlayers.patch.guards import is_patched
+from fusedlayers.ops import _route
+from fusedlayers.patch.guards import STATE, is_patched
 
 from .models import MLP, Pair, assert_same, network, twin
 
@@ -543,3 +544,30 @@ def test_parameters_and_children_of_any_name(name):
     patched, original = patched_twin(model)
     assert ("fc", "act") in fused(patched)
     assert_same(patched, original, X)
+
+
+def test_a_model_that_is_patched_already_takes_the_routes_of_a_plan(monkeypatch):
+    pick, held = _route.pick, []
+    monkeypatch.setattr(_route, "pick", lambda *a, **k: held.append(_route.held.routes) or pick(*a, **k))
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    plain = twin(model)
+    other = twin(model)
+    fl.patch_model(other)
+    fl.patch_model(model, on_fallback="raise")
+    model.kept = model.forward  # as a library does that wraps it
+    unrouted = type(model)
+    for routes in ({"linear_act": "library"}, {"linear_act": "reference"}, {}):
+        plan = {"version": 1, "sites": {"0": ["linear_act"]}, "routes": {"": routes} if routes else {}}
+        assert fl.patch_model(model, plan=plan) is model
+        site = model.__dict__[STATE]
+        assert site.routes == routes and site.on_fallback == "raise"
+        for call in (model, model.kept, twin(model)):
+            held.clear()
+            torch.testing.assert_close(call(X), plain(X))
+            assert held == [routes or None]
+        held.clear()
+        other(X)
+        assert held == [None], "another model of the same class is left as it was"
+    assert type(model) is unrouted
+    fl.unpatch_model(model)
+    assert type(model) is nn.Sequential and model.kept.__func__ is nn.Sequential.forward
