@@ -17,7 +17,11 @@ def _default_cache() -> str:
     try:
         return str((Path(base) if base else Path.home() / ".cache") / "fusedlayers")
     except RuntimeError:  # no home directory, as for a user whom only a container's number names
+        pass
+    try:
         return str(Path(tempfile.gettempdir()) / "fusedlayers")
+    except OSError:  # nor anywhere to write: nothing will be kept
+        return os.path.join(os.sep, "tmp", "fusedlayers")
 
 
 class _Restore:

@@ -73,6 +73,12 @@ def test_without_a_home_directory(monkeypatch, tmp_path):
     for variable in ("FUSEDLAYERS_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     assert Settings().cache == str(tmp_path / "fusedlayers")
+
+    def full():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", full)
+    assert Path(Settings().cache).name == "fusedlayers"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert Settings().cache == str(tmp_path / "xdg" / "fusedlayers")
     monkeypatch.setenv("FUSEDLAYERS_CACHE", str(tmp_path / "routes"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import enum
 import os
 import statistics
 import threading
@@ -15,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..kernels import ahead
@@ -23,6 +20,7 @@ from ..ops import _route
 from ..ops._autograd import hooked
 from . import analysis, apply
 from .guards import MARK, STATE, Site, is_patched
+from .inputs import Inputs
 from .model import patch_model, unpatch_model
 from .plan import PatchPlan
 from .rewrite import Found
@@ -100,7 +98,8 @@ def tune(model: nn.Module, *inputs: Any, step: Callable[[], Any] | None = None, 
     it is, as it was, and without each of its sites where it has several. The variants take turns. Modules of the same
     class with parameters and inputs of the same shapes are timed once. A site is undone only where it is slower by both
     the median and the best of its times, by more than 2%; one that did not run on these inputs stays. Parameters,
-    gradients, buffers, random state and what `model` is called with are left as they were found.
+    gradients, buffers, random state and, without `step`, what `model` is called with are left as they were found, the
+    last where it can be copied.
 
     Args:
         model: a patched model; an unpatched one is patched first.
@@ -126,14 +125,16 @@ def tune(model: nn.Module, *inputs: Any, step: Callable[[], Any] | None = None, 
 
 
 def _tune(model: nn.Module, inputs: Any, kwinputs: Any, step: Callable[[], Any] | None) -> TuneReport:
-    given = _Inputs(inputs, kwinputs)
+    given = Inputs(inputs, kwinputs)
     run = step or (lambda: _forward_backward(model, given))
     targets = {name: m for name, m in model.named_modules() if is_patched(m)}
     report = TuneReport()
-    # a hook may run the optimizer
-    values = step is not None or hooked(*model.parameters())
+    # a hook may run the optimizer, and torch hangs its own where hooks are not seen
+    in_backward = any(hasattr(p, "_in_backward_optimizers") for p in model.parameters())
+    values = step is not None or in_backward or hooked(*model.parameters())
     with as_found(model) as rewind, _parameters_kept(model, values), _quiet(targets.values()):
         seen = _inputs_of(targets, run)
+        given.settle()
         rewind()
         original = _step_ms(run, targets.values(), rewind)
         before = _step_ms(run, (), rewind)
@@ -150,75 +151,14 @@ def _tune(model: nn.Module, inputs: Any, kwinputs: Any, step: Callable[[], Any] 
     return report
 
 
-class _Inputs:
-    """Arguments as they were when they were first given, for any number of runs.
-
-    Attributes:
-        leaves: tensors out of their graphs, on the memory they had; what carries state, such as a cache, a copy.
-        edited: whether a run writes to the tensors, so that each needs its own.
-    """
-
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        leaves, self._spec = pytree.tree_flatten((args, kwargs))
-        self.leaves = [_detached(t) if isinstance(t, Tensor) else _copied(t) for t in leaves]
-        self.edited = True
-
-    def fresh(self) -> list[Any]:
-        """The leaves for one run; a tensor that it may write to is a clone, its gradient that of the leaf."""
-        if not self.edited and not any(map(_has_state, self.leaves)):
-            return self.leaves
-        with torch.enable_grad():
-            return [(t.clone() if self.edited else t) if isinstance(t, Tensor) else _copied(t) for t in self.leaves]
-
-    def arguments(self, leaves: list[Any]) -> tuple[Any, Any]:
-        return pytree.tree_unflatten(leaves, self._spec)
-
-    @property
-    def wanted(self) -> list[Tensor]:
-        """The tensors that get a gradient."""
-        return [t for t in self.leaves if isinstance(t, Tensor) and t.requires_grad]
-
-
 @dataclass
 class _Call:
     """What a module was called with, in which autocast, and a key under which modules cost the same."""
 
-    inputs: _Inputs
+    inputs: Inputs
     autocast: tuple[str, bool, torch.dtype]
     grad: bool
     key: Any
-
-
-_STATELESS = (
-    type(None), str, bytes, int, float, complex, enum.Enum, torch.Size, torch.dtype, torch.device, torch.layout,
-    torch.memory_format, nn.Module,
-)  # fmt: skip
-
-
-def _has_state(value: Any) -> bool:
-    return not (isinstance(value, (Tensor, *_STATELESS)) or callable(value))
-
-
-class _Detaching(TorchFunctionMode):
-    """Copies of tensors are the same memory out of its graph, which `copy.deepcopy` would refuse to copy."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _detached(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
-
-
-def _detached(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_(t.requires_grad)
-
-
-def _copied(value: Any) -> Any:
-    """A copy of what carries state, on the same tensors; itself where it has none, or cannot be copied."""
-    if not _has_state(value):
-        return value
-    try:
-        with _Detaching():
-            return copy.deepcopy(value)
-    except Exception:
-        return value
 
 
 @dataclass(frozen=True)
@@ -250,7 +190,7 @@ def _inputs_of(targets: dict[str, nn.Module], run: Callable[[], Any]) -> dict[st
             modes = tuple(m.training for m in module.modules())
             key = (classes[name], shapes, modes, str(spec), tuple(map(_like, leaves)), autocast, grad)
             if key not in examples:  # the others cost the same, and holding their inputs would cost memory
-                examples[key] = _Call(_Inputs(args, kwargs), autocast, grad, key)
+                examples[key] = _Call(Inputs(args, kwargs, lasting=True), autocast, grad, key)
             seen[name] = examples[key]
 
         return note
@@ -276,10 +216,8 @@ def _decide(module: nn.Module, call: _Call, rewind: Callable[[], None]) -> tuple
     cls, site = type(module), module.__dict__[STATE]
     sites = [f for f in vars(cls)[MARK].found if f.status != "skipped"]
     with _recorded() as routes, _fallbacks_of(site) as fell_back:
-        leaves = call.inputs.fresh()
-        before = _versions(leaves)
-        _run(module, call, leaves)
-        call.inputs.edited = before is None or _versions(leaves) != before
+        _run(module, call, call.inputs.fresh())
+        call.inputs.settle()
     if fell_back:
         reason = f"not timed, its calls take the original path: {next(iter(fell_back))}"
         return [_Decision(f, True, reason) for f in sites], {}
@@ -360,9 +298,9 @@ def _carry_out(
 # running and timing
 
 
-def _run(module: nn.Module, call: _Call, leaves: list[Any]) -> None:
+def _run(module: nn.Module, call: _Call, given: tuple[Any, Any]) -> None:
     kind, enabled, dtype = call.autocast
-    args, kwargs = call.inputs.arguments(leaves)
+    args, kwargs = given
     with torch.set_grad_enabled(call.grad):
         with torch.autocast(kind, dtype=dtype, enabled=enabled):
             out = module(*args, **kwargs)
@@ -372,12 +310,6 @@ def _run(module: nn.Module, call: _Call, leaves: list[Any]) -> None:
         wanted = [*call.inputs.wanted, *(p for p in module.parameters() if p.requires_grad)]
         if roots and wanted:
             torch.autograd.grad(roots, wanted, [t.detach() for t in roots], allow_unused=True)
-
-
-def _versions(leaves: Sequence[Any]) -> list[int] | None:
-    """How often each tensor was written to; `None` where torch does not count."""
-    tensors = [t for t in leaves if isinstance(t, Tensor)]
-    return None if any(t.is_inference() for t in tensors) else [t._version for t in tensors]
 
 
 Runs = Callable[[int], Callable[[], None]]
@@ -396,8 +328,8 @@ def _as(module: nn.Module, cls: type | None, site: Site, call: _Call) -> Runs:
             if cls is not None:
                 apply.swap(module, cls, site)
             try:
-                for leaves in given:
-                    _run(module, call, leaves)
+                for arguments in given:
+                    _run(module, call, arguments)
             finally:
                 apply.swap(module, held, site)
 
@@ -435,14 +367,19 @@ def _step_ms(run: Callable[[], Any], unpatched: Any, rewind: Callable[[], None])
     return statistics.median(times[0])
 
 
-def _forward_backward(model: nn.Module, given: _Inputs) -> None:
-    args, kwargs = given.arguments(given.fresh())
+def _forward_backward(model: nn.Module, given: Inputs) -> None:
+    args, kwargs = given.fresh()
+    grads = [(p, p.grad) for p in given.parameters]
+    for p, _ in grads:
+        p.grad = None
     out = model(*args, **kwargs)
     roots = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
     if roots:
         sum(t.float().sum() for t in roots).backward()
     for t in given.wanted:
         t.grad = None
+    for p, grad in grads:
+        p.grad = grad
 
 
 def _sync() -> None:
