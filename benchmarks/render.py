@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT))
 
 from fusedlayers.bench import plots, report  # noqa: E402
 
-BESIDE = ("model", "patched x", "compile x", "patched x (device)", "compile x (device)", "peak memory x",
-          "compile peak memory x", "compile pays after")  # fmt: skip
+COMPARED = ("model", "patched x", "compile x", "patched x (device)", "compile x (device)", "peak memory x",
+            "compile peak memory x", "compile pays after")  # fmt: skip
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 KINDS = {"models": "Training steps of whole networks", "layers": "Whole layers", "ops": "Ops"}
 OTHERS = {
@@ -100,7 +100,7 @@ def readme_block(runs: dict[str, dict], device: Path) -> str:
     where = device.relative_to(ROOT).as_posix()
     parts = [report.markdown(runs[kind]), f"![{KINDS[kind]}, patched against eager]({where}/{kind}.png)\n"]
     if "models-compile" in runs:
-        parts += ["Beside `torch.compile`, in runs of their own:\n", report.markdown(runs["models-compile"], BESIDE)]
+        parts += ["Beside `torch.compile`, in runs of their own:\n", report.markdown(runs["models-compile"], COMPARED)]
     return "\n".join([*parts, f"All figures: [{where}/RESULTS.md]({where}/RESULTS.md).\n"])
 
 

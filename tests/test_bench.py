@@ -155,17 +155,12 @@ def test_a_process_after_a_lost_device_leaves_alone_what_failed(tmp_path, monkey
     def lost(*args, **more):
         raise peers.DeviceLost("illegal address")
 
-    class Replaced(BaseException):
-        pass
-
-    def execv(program, command):
-        raise Replaced(command)
-
+    started = []
     monkeypatch.setattr(cli, "run", lost)
-    monkeypatch.setattr(cli.os, "execv", execv)
-    with pytest.raises(Replaced) as replaced:
-        main(["ops", "--json", str(tmp_path / "run.json")])
-    assert replaced.value.args[0][-2:] == ["--resume", "--device-lost"]
+    monkeypatch.setattr(cli.os, "execv", lambda program, command: started.append(command))
+    main(["ops", "--json", str(tmp_path / "run.json")])
+    (command,) = started
+    assert command[3:4] == ["ops"] and command[-2:] == ["--resume", "--device-lost"]
 
 
 @pytest.mark.parametrize("kind", ["ops", "models"])

@@ -48,12 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(args, peers, device, budget)
     except DeviceLost as lost:
         print(f"the device is lost ({lost}); going on in a new process", flush=True)
-        more = [
-            "--resume",
-            "--device-lost",
-            *([] if args.budget is None else ["--budget", f"{max(budget.left, 0):.0f}"]),
-        ]
-        command = [sys.executable, "-m", "fusedlayers.bench", *(sys.argv[1:] if argv is None else argv), *more]
+        left = [] if args.budget is None else ["--budget", f"{max(budget.left, 0):.0f}"]
+        given = sys.argv[1:] if argv is None else argv
+        command = [sys.executable, "-m", "fusedlayers.bench", *given, *left, "--resume", "--device-lost"]
         os.execv(sys.executable, command)
 
 
@@ -65,7 +62,7 @@ def run(args: argparse.Namespace, peers: list[str], device: str, budget: Budget)
     kept = report.earlier(args, {c.name for c in cases})
     done = {r["case"] for r in kept}
     cases = [c for c in cases if c.name not in done]
-    found = report.envelope(args.kind, device, _public(args))
+    found = report.envelope(args, device)
     found["results"] = kept
     effort = (Effort(rounds=40, turn_ms=1.0) if args.grid else Effort()) if device == "cuda" else QUICK
 
@@ -117,10 +114,6 @@ def one_line(result: dict[str, Any]) -> str:
     return f"{result['case']}: " + " | ".join(parts)
 
 
-def _public(args: argparse.Namespace) -> dict[str, Any]:
-    return {k: v for k, v in vars(args).items() if k in ("peers", "only", "budget", "grid", "route")}
-
-
 def _parser() -> argparse.ArgumentParser:
     about = "Measure ops, layers and models against their peers; on a CPU at tiny sizes, to see that it runs."
     parser = argparse.ArgumentParser(prog="python -m fusedlayers bench", description=about)
@@ -143,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def seconds(text: str) -> float:
+    """An option's value; argparse names the function where it complains."""
     value = float(text)
     if math.isnan(value):  # neither used up nor left
         raise ValueError

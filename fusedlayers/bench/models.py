@@ -40,8 +40,7 @@ def main(args: argparse.Namespace, peers: Sequence[str], device: str, budget: Bu
             raise SystemExit(f"bench: --peers {args.peers!r} has none that models have ({', '.join(NEEDS_S)})")
     kept = report.earlier(args, {w.name for w in chosen})
     torch.backends.cudnn.benchmark = True
-    given = {name: getattr(args, name) for name in ("peers", "only", "budget", "route")}
-    run = report.envelope("models", device, given)
+    run = report.envelope(args, device)
     run["results"] = kept
     by_name = {r["case"]: r for r in kept}
 

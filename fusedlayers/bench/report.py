@@ -60,14 +60,14 @@ COLUMNS = {
 """What each column of a run's table means."""
 
 
-def envelope(kind: str, device: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def envelope(args: argparse.Namespace, device: str) -> dict[str, Any]:
     """What a result must say about where it comes from."""
     return {
-        "kind": kind,
+        "kind": args.kind,
         "date": now(),
         "hardware": hardware(device),
         "versions": versions(),
-        "arguments": arguments,
+        "arguments": {k: v for k, v in vars(args).items() if k in ("peers", "only", "budget", "grid", "route")},
         "ceilings": ceilings(device),
         "results": [],
     }

@@ -81,27 +81,30 @@ def _clone(t: Tensor) -> Tensor:
 
 
 def _pickled(value: Any) -> tuple[list[Any], bytes]:
-    """What is kept as it is, and the rest; all but plain containers is, where something cannot be pickled."""
-    for apart in (False, True):
-        buffer = io.BytesIO()
-        pickler = _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        pickler.kept, pickler.places, pickler.apart = [], {}, apart
-        try:
-            pickler.dump(value)
-            return pickler.kept, buffer.getvalue()
-        except Exception:
-            if apart:
-                raise
-    raise AssertionError
+    """What is kept as it is, and the rest; where something cannot be pickled, that is plain containers alone."""
+    try:
+        return _dumped(value, (Tensor, *_AS_IT_IS), ())
+    except Exception:
+        return _dumped(value, object, (tuple, list, dict))
+
+
+def _dumped(value: Any, kept: Any, pickled: tuple[type, ...]) -> tuple[list[Any], bytes]:
+    """`kept`: kinds that are kept as they are, but for those exactly of a type in `pickled`."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.kept, pickler.places, pickler.kinds, pickler.pickled = [], {}, kept, pickled
+    pickler.dump(value)
+    return pickler.kept, buffer.getvalue()
 
 
 class _Pickler(pickle.Pickler):
     kept: list[Any]
     places: dict[int, int]
-    apart: bool
+    kinds: Any
+    pickled: tuple[type, ...]
 
     def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, (Tensor, *_AS_IT_IS)) and not (self.apart and type(value) not in (tuple, list, dict)):
+        if type(value) in self.pickled or not isinstance(value, self.kinds):
             return None
         place = self.places.setdefault(id(value), len(self.kept))
         if place == len(self.kept):

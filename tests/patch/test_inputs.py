@@ -28,6 +28,18 @@ def test_each_run_finds_a_cache_of_its_own():
     assert inputs.edited and len(cache.held) == 1 and not cache.held[0].any()
 
 
+class CallableCache(Cache):
+    def __call__(self):
+        return len(self.held)
+
+
+def test_a_cache_that_may_be_called_is_one_too():
+    cache = CallableCache()
+    ((mine,), _) = Inputs((cache,), {}).fresh()
+    mine.held.append(1)
+    assert cache() == 0 and mine() == 1
+
+
 def test_what_is_read_alone_is_not_cloned_again():
     x = torch.randn(2, 3)
     inputs = Inputs((x,), {"mask": None})
