@@ -38,11 +38,8 @@ class Inputs:
 
     def fresh(self) -> tuple[Any, Any]:
         """`(args, kwargs)` for one run; the gradient of a tensor's clone is that of the tensor."""
-        loader = _Unpickler(io.BytesIO(self._pickled))
-        loader.kept, loader.edited, loader.made = self._kept, self.edited, {}
         with torch.enable_grad():
-            given = loader.load()
-        self._made = loader.made
+            given, self._made = _loaded(self._pickled, self._kept, self.edited)
         return given
 
     def settle(self) -> None:
@@ -66,9 +63,12 @@ def _is_data(value: Any) -> bool:
 
 def _written(kept: Tensor, given: Tensor) -> bool:
     """Whether anything wrote to a clone since it was made."""
-    if given.is_inference():  # whose writes torch does not count
-        return not torch.equal(kept, given)
-    return given._version > 0
+    if not given.is_inference() and given._version > 0:
+        return True
+    try:
+        return not torch.equal(kept, given)  # torch counts no writes to inference tensors, nor through `data` and numpy
+    except RuntimeError:  # of a layout that has no such comparison
+        return True
 
 
 def _clone(t: Tensor) -> Tensor:
@@ -94,7 +94,15 @@ def _dumped(value: Any, kept: Any, pickled: tuple[type, ...]) -> tuple[list[Any]
     pickler = _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.kept, pickler.places, pickler.kinds, pickler.pickled = [], {}, kept, pickled
     pickler.dump(value)
+    _loaded(buffer.getvalue(), pickler.kept, False)  # what comes back as nothing, or not at all, is seen now
     return pickler.kept, buffer.getvalue()
+
+
+def _loaded(pickled: bytes, kept: list[Any], edited: bool) -> tuple[Any, dict[int, Any]]:
+    """What was pickled, and which of the kept it was given."""
+    loader = _Unpickler(io.BytesIO(pickled))
+    loader.kept, loader.edited, loader.made = kept, edited, {}
+    return loader.load(), loader.made
 
 
 class _Pickler(pickle.Pickler):
@@ -104,8 +112,8 @@ class _Pickler(pickle.Pickler):
     pickled: tuple[type, ...]
 
     def persistent_id(self, value: Any) -> int | None:
-        if type(value) in self.pickled or not isinstance(value, self.kinds):
-            return None
+        if type(value) in self.pickled or not (isinstance(value, self.kinds) or type(value) is object):
+            return None  # a bare object is a mark, known by its identity
         place = self.places.setdefault(id(value), len(self.kept))
         if place == len(self.kept):
             self.kept.append(value)

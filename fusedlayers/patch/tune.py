@@ -131,7 +131,8 @@ def _tune(model: nn.Module, inputs: Any, kwinputs: Any, step: Callable[[], Any] 
     report = TuneReport()
     # a hook may run the optimizer, and torch hangs its own where hooks are not seen
     in_backward = any(hasattr(p, "_in_backward_optimizers") for p in model.parameters())
-    values = step is not None or in_backward or hooked(*model.parameters())
+    in_forward = any(m._forward_pre_hooks or m._forward_hooks or m._backward_hooks for m in model.modules())
+    values = step is not None or in_backward or in_forward or hooked(*model.parameters())
     with as_found(model) as rewind, _parameters_kept(model, values), _quiet(targets.values()):
         seen = _inputs_of(targets, run)
         given.settle()

@@ -93,6 +93,45 @@ def test_what_cannot_be_copied_is_given_as_it_is():
     assert next(same) == 1
 
 
+class Pair(tuple):
+    def __new__(cls, a, b):
+        return super().__new__(cls, (a, b))
+
+
+class Proxy:
+    def __init__(self, held):
+        self.held = held
+
+    def __getattr__(self, name):
+        return getattr(self.held, name)
+
+
+MARK = object()
+
+
+def test_what_does_not_come_back_from_a_copy_is_given_as_it_is():
+    for value in (Pair(1, 2), Proxy(3), MARK):
+        ((mine, tensor), _) = Inputs((value, torch.zeros(2)), {}).fresh()
+        assert mine is value and not tensor.any()
+
+
+@pytest.mark.parametrize("write", [lambda x: x.data.add_(1.0), lambda x: x.numpy().__iadd__(1.0)])
+def test_writes_that_torch_does_not_count_are_seen(write):
+    inputs = Inputs((torch.zeros(2),), {})
+    ((mine,), _) = inputs.fresh()
+    write(mine)
+    inputs.settle()
+    assert inputs.edited
+
+
+def test_what_has_no_comparison_counts_as_written_to():
+    with torch.inference_mode():
+        inputs = Inputs((torch.eye(2).to_sparse(),), {})
+        inputs.fresh()
+        inputs.settle()
+    assert inputs.edited
+
+
 def test_writes_to_inference_tensors_are_seen():
     with torch.inference_mode():
         for edit in (False, True):

@@ -316,6 +316,15 @@ def test_an_optimizer_in_hooks_moves_nothing():
     assert all(map(torch.equal, before, net.parameters()))
 
 
+def test_an_optimizer_in_a_forward_hook_moves_nothing():
+    net = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.register_forward_pre_hook(lambda *args: optimizer.step())
+    before = [p.detach().clone() for p in net.parameters()]
+    tune(patch_model(net), torch.randn(4, 8))
+    assert all(map(torch.equal, before, net.parameters()))
+
+
 def test_an_optimizer_that_torch_hangs_into_the_backward_moves_nothing():
     apply = pytest.importorskip("torch.distributed.optim")._apply_optimizer_in_backward
     net = patch_model(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
